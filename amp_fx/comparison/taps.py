@@ -28,7 +28,7 @@ from torch import Tensor
 from amp_fx._torch import FakeTensor, known_sizes, size_hint, size_with
 from amp_fx.calibration.ranges import sample_stride
 from amp_fx.graphs.calls import grad_modes, is_gradient_call, is_parameter, module_path
-from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.values import is_eligible, numel, storage_of, written_storages
 
 __all__ = ["SAMPLES", "Sample", "Taps", "boundary_values", "tap"]
@@ -117,7 +117,7 @@ def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, grad
                 last = _zero(gm.graph, node.meta["val"], last, len(zeros))
                 zeros[node.name] = last.meta["val"]
                 readers = set(node.users)
-                value = _call(gm.graph, aten.add.Tensor, node, last)
+                value = add_call(gm.graph, aten.add.Tensor, node, last)
                 node.replace_all_uses_with(value, delete_user_cb=readers.__contains__)
             results += _results(gm.graph, value, stride)
     output = gm.graph.output_node()
@@ -140,20 +140,14 @@ def _zero(graph: fx.Graph, like: FakeTensor, last: fx.Node, number: int) -> fx.N
 
 
 def _results(graph: fx.Graph, value: fx.Node, stride: int) -> tuple[fx.Node, fx.Node]:
-    wide = _call(graph, aten.detach.default, value)
+    wide = add_call(graph, aten.detach.default, value)
     if value.meta["val"].dtype is not torch.float32:
-        wide = _call(graph, aten.to.dtype, wide, torch.float32)
-    every = flat = _call(graph, aten.reshape.default, wide, [-1])
+        wide = add_call(graph, aten.to.dtype, wide, torch.float32)
+    every = flat = add_call(graph, aten.reshape.default, wide, [-1])
     if stride > 1:
-        every, flat = wide, _call(graph, aten.slice.Tensor, flat, 0, 0, sys.maxsize, stride)
-    sample = _call(graph, aten.clone.default, flat)
-    return sample, _call(graph, aten.amax.default, _call(graph, aten.abs.default, every))
-
-
-def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta["val"] = run_fake(node)
-    return node
+        every, flat = wide, add_call(graph, aten.slice.Tensor, flat, 0, 0, sys.maxsize, stride)
+    sample = add_call(graph, aten.clone.default, flat)
+    return sample, add_call(graph, aten.amax.default, add_call(graph, aten.abs.default, every))
 
 
 def _differentiable(gm: fx.GraphModule, placeholders: Sequence[fx.Node], args: Sequence[Any]) -> set[fx.Node]:

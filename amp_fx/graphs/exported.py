@@ -20,7 +20,7 @@ from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import output_nodes, where
 from amp_fx.graphs.capture import OPAQUE_BODIES
-from amp_fx.graphs.fake_runs import dtype_under_autocast, fake_arguments, run_fake
+from amp_fx.graphs.fake_runs import add_call, dtype_under_autocast, fake_arguments
 from amp_fx.graphs.keys import OUTPUT_META, REGION_META
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 from amp_fx.graphs.values import LOW_DTYPES, in_place_target, is_eligible, tensors
@@ -115,9 +115,8 @@ class _Splice:
         value = operand.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or operand in self._detached:
             return operand
-        detached = self._graph.call_function(aten.detach.default, (operand,))
         origin = {key: operand.meta[key] for key in ("nn_module_stack", "stack_trace") if key in operand.meta}
-        detached.meta = {**origin, REGION_META: region, "val": run_fake(detached)}
+        detached = add_call(self._graph, aten.detach.default, operand, meta={**origin, REGION_META: region})
         self._detached[detached] = operand
         return detached
 

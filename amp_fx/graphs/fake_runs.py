@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ from amp_fx.graphs.calls import where
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, numel, tensors
 
-__all__ = ["dtype_under_autocast", "fake_arguments", "fake_values", "is_matmul", "matmul_flops", "run_fake"]
+__all__ = [
+    "add_call",
+    "dtype_under_autocast",
+    "fake_arguments",
+    "fake_values",
+    "is_matmul",
+    "matmul_flops",
+    "run_fake",
+]
 
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], FakeTensorMode]:
@@ -64,6 +73,15 @@ def run_fake(node: fx.Node) -> Any:
         )
         call = f"{node.name} = {node.target}({dtypes})"
         raise VerifyError(f"{call} does not run: {error} [{where(node)}]") from error
+
+
+def add_call(
+    graph: fx.Graph, target: Any, *args: Any, meta: Mapping[str, Any] = MappingProxyType({}), **kwargs: Any
+) -> fx.Node:
+    """A call where the graph inserts nodes, with its fake value, and with what ``meta`` has beside."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {**meta, "val": run_fake(node)}
+    return node
 
 
 def fake_values(node: fx.Node) -> list[Any]:

@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import OpOverload, own_op
-from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 
@@ -69,10 +69,8 @@ def lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
     """Puts a call that also changes the layout in the place of a cast."""
     graph = cast.graph
     with graph.inserting_before(cast):
-        laid_out = graph.call_function(
-            convert_op(), (cast.all_input_nodes[0], cast.meta["val"].dtype, list(stride))
-        )
-    laid_out.meta = {**cast.meta, "val": run_fake(laid_out)}
+        given = cast.all_input_nodes[0], cast.meta["val"].dtype, list(stride)
+        laid_out = add_call(graph, convert_op(), *given, meta=cast.meta)
     cast.replace_all_uses_with(laid_out)
     graph.erase_node(cast)
 

@@ -26,7 +26,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import args_of, is_cast, is_returned, readers
-from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import written_arguments
 
@@ -103,14 +103,9 @@ def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:
     """Makes one product of several, in the place of the first."""
     graph, [first, *_] = start.graph, group
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = graph.call_function(target, args, kwargs)
-        made.meta["val"] = run_fake(made)
-        return made
-
     def once(target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(start):
-            derived.add(made := call(target, *args))
+            derived.add(made := add_call(graph, target, *args))
         return made
 
     weights, biases = [args_of(node)[1] for node in group], [args_of(node)[2:3] for node in group]
@@ -125,15 +120,14 @@ def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:
         whole = once(aten.cat.default, weights)
     bias = [once(aten.cat.default, [*own]) for own in zip(*biases, strict=True) if own[0] is not None]
     with graph.inserting_before(first):
-        product = call(aten.linear.default, first.args[0], whole, *bias)
-    product.meta = {**first.meta, "val": product.meta["val"]}
+        product = add_call(graph, aten.linear.default, first.args[0], whole, *bias, meta=first.meta)
     end = 0
     for node in group:
         begin, end = end, end + node.meta["val"].shape[-1]
         with graph.inserting_before(node):
-            part = call(aten.slice.Tensor, product, -1, begin, end)
+            part = add_call(graph, aten.slice.Tensor, product, -1, begin, end)
             if not _may_be_strided(node):
-                part = call(aten.clone.default, part, memory_format=torch.contiguous_format)
+                part = add_call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
         node.replace_all_uses_with(part)
         graph.erase_node(node)
 

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.calls import argument_value, arguments, grad_modes, tensor_arguments
-from amp_fx.graphs.fake_runs import fake_values, run_fake
+from amp_fx.graphs.fake_runs import add_call, fake_values, run_fake
 from amp_fx.graphs.keys import CAST_META, RAN_META, REGION_META, STEP_META
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import (
@@ -108,14 +108,10 @@ class _Casts:
             return value
         key = (value, dtype, self._writes.get(self._storage.get(value, 0), 0), self._grad_modes[before])
         if key not in self._shared:
+            both = {**before.meta, **value.meta}
+            meta = {CAST_META: True, **{name: both[name] for name in _COPIED_META if name in both}}
             with self.graph.inserting_before(before):
-                cast = self.graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
-            for name in _COPIED_META:
-                if name in value.meta or name in before.meta:
-                    cast.meta[name] = value.meta.get(name, before.meta.get(name))
-            cast.meta[CAST_META] = True
-            cast.meta["val"] = run_fake(cast)
-            self._shared[key] = cast
+                self._shared[key] = add_call(self.graph, torch.ops.aten.to.dtype, value, dtype, meta=meta)
             self.count += 1
         return self._shared[key]
 
@@ -220,11 +216,10 @@ class _Casts:
 
     def _copy(self, node: fx.Node) -> None:
         """Makes every reader read a copy."""
+        meta = {key: node.meta[key] for key in _COPIED_META if key in node.meta}
         with self.graph.inserting_after(node):
-            copy = self.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy = add_call(self.graph, torch.ops.aten.clone.default, node, meta=meta)
         node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-        copy.meta = {key: node.meta[key] for key in _COPIED_META if key in node.meta}
-        copy.meta["val"] = run_fake(copy)
         self._storage[copy] = self._storage[node]
         if node in self.traced:
             self.traced[copy] = self.traced[node]

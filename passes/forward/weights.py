@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import argument_value, is_cast, is_returned, readers
-from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.fake_runs import add_call, run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META, TIED
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_pure, is_view, storage_of, storages_written_in
 from amp_fx.passes.base import CUSTOM, Pass, PassContext
@@ -249,10 +249,9 @@ def _retype(holder: fx.Node, dtype: torch.dtype) -> None:
 def _widen_rows(lookup: fx.Node) -> None:
     lookup.meta["val"] = run_fake(lookup)
     lookup.meta.pop("tensor_meta", None)
-    with lookup.graph.inserting_after(lookup):
-        rows = lookup.graph.call_function(aten.to.dtype, (lookup, torch.float32))
     kept = {key: lookup.meta[key] for key in ("nn_module_stack", "stack_trace", CUSTOM) if key in lookup.meta}
-    rows.meta = {**kept, CAST_META: True, "val": run_fake(rows)}
+    with lookup.graph.inserting_after(lookup):
+        rows = add_call(lookup.graph, aten.to.dtype, lookup, torch.float32, meta={**kept, CAST_META: True})
     lookup.replace_all_uses_with(rows, delete_user_cb=lambda user: user is not rows)
     if (plan := label_of(lookup)) is not None:
         plan.dtype = lookup.meta["val"].dtype

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.fake_runs import add_call, run_fake
 from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
@@ -202,6 +202,4 @@ def _give(node: fx.Node, low: torch.dtype, users: Sequence[fx.Node]) -> None:
 
 def _call(like: fx.Node, target: OpOverload, *args: Any) -> fx.Node:
     """A call that comes from where another one does."""
-    node = like.graph.call_function(target, args)
-    node.meta = {**like.meta, "val": run_fake(node)}
-    return node
+    return add_call(like.graph, target, *args, meta=like.meta)

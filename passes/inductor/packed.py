@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.fx as fx
@@ -17,7 +18,7 @@ from amp_fx._torch import (
     takes_packed_inputs,
     write_as_it_is,
 )
-from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.fake_runs import add_call
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.placement.layout import CAST
 
@@ -95,12 +96,7 @@ def _read_scale(gm: fx.GraphModule, node: fx.Node, name: str) -> None:
     with gm.graph.inserting_before(node):
         constant = gm.graph.get_attr(name)
         constant.meta["val"] = node.meta["val"].new_empty(16, dtype=torch.float32)
-
-        def call(target: object, *args: object) -> fx.Node:
-            made = gm.graph.call_function(target, args)  # type: ignore[arg-type]  # an op
-            made.meta["val"] = run_fake(made)
-            return made
-
+        call = partial(add_call, gm.graph)
         inverse, zero = (call(aten.slice.Tensor, constant, 0, at, at + 1) for at in range(2))
         wide = call(CAST, value, torch.float32)
         rounded = call(aten.add.Tensor, call(aten.round.default, call(aten.mul.Tensor, wide, inverse)), zero)

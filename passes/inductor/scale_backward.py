@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import joint_roles, size_hint
-from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext
@@ -75,12 +75,10 @@ class _Work:
     scale: fx.Node
 
     def call(self, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["partitioner_tag"] = "is_backward"
+        meta = {"partitioner_tag": "is_backward"}
         if like is not None and "stack_trace" in like.meta:
-            node.meta["stack_trace"] = like.meta["stack_trace"]
-        node.meta["val"] = run_fake(node)
-        return node
+            meta["stack_trace"] = like.meta["stack_trace"]
+        return add_call(self.graph, target, *args, meta=meta)
 
     def enter(self, tangent: fx.Node) -> None:
         """Case 1."""

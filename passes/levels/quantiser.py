@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.keys import REGION_META
 from amp_fx.passes.levels.matmuls import Matmul, Operand
 from amp_fx.passes.levels.place_levels import level_of
@@ -194,8 +194,6 @@ class Quantiser:
         return False
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self._graph.call_function(target, args, kwargs)
-        node.meta = {key: self._like.meta[key] for key in _META if key in self._like.meta}
-        node.meta["val"] = run_fake(node)
-        self._added.append(node)
-        return node
+        meta = {key: self._like.meta[key] for key in _META if key in self._like.meta}
+        self._added.append(add_call(self._graph, target, *args, meta=meta, **kwargs))
+        return self._added[-1]
