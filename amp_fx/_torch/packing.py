@@ -8,6 +8,7 @@ A packed tensor is opaque: it has sizes, and no strides. In a graph that is comp
 
 from __future__ import annotations
 
+import timeit
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ from amp_fx._torch.tracing import OpOverload, onednn_computes, own_op, quantised
 from amp_fx.state import cache_results
 
 __all__ = [
-    "LINEAR", "LINEAR_INT8", "Packing", "convolution_int8_op", "convolution_op", "fuse_quantised", "onednn_packs",
-    "packed_memory", "packing", "pointwise_convolution", "pointwise_convolution_int8", "takes_packed_inputs",
+    "LINEAR", "LINEAR_INT8", "Packing", "convolution_int8_op", "convolution_op", "fuse_quantised", "is_channels_last",
+    "is_faster_as_convolution", "onednn_packs", "packed_memory", "packing", "pointwise_convolution",
+    "pointwise_convolution_int8", "takes_packed_inputs",
 ]  # fmt: skip
 
 _mkldnn, _onednn = torch.ops.mkldnn, torch.ops.onednn
@@ -85,18 +87,50 @@ def packed_memory(packed: Tensor) -> tuple[int, int]:
     return int(_mkldnn.data_ptr(packed)), int(_mkldnn._nbytes(packed))
 
 
+@cache_results()
+def is_faster_as_convolution(sizes: tuple[int, int, int], dtype: torch.dtype, threads: int) -> bool:
+    """Whether oneDNN takes clearly less time for a product that it is given as a convolution with a window of one.
+
+    Up to version 3.13, with AMX, its products may leave threads without work: with two threads, one of them for
+    512 x 768 by 768 x 768. Which ones follows no rule, so both are timed where it may be. ``sizes``: rows, columns,
+    and what is contracted.
+    """
+    rows, columns, contracted = sizes
+    is_asked = threads > 1 and dtype is not torch.float32 and torch.cpu._is_amx_tile_supported()
+    if not is_asked or not 2**26 <= rows * columns * contracted <= 2**32:
+        return False
+    with _disable_current_modes():
+        x, weight = (torch.zeros(size, contracted, dtype=dtype) for size in (rows, columns))
+        image, kernel = x.t()[None, ..., None], weight[..., None, None]
+        matrix = packing("linear", weight.shape, dtype, rows)(weight)
+        window = (0, 0), (1, 1), (1, 1), 1
+        kernel = packing("convolution", kernel.shape, dtype, *window, tuple(image.shape))(kernel)
+        calls = (
+            partial(LINEAR, x, matrix, None, "none", [], ""),
+            partial(_mkldnn._convolution_pointwise.default, image, kernel, None, *window, "none", [], ""),
+        )
+        linear, convolution = (min(timeit.repeat(call, number=1, repeat=12)) for call in calls)
+    return convolution < 0.85 * linear
+
+
 # ---- convolutions
+
+
+def is_channels_last(value: Tensor) -> bool:
+    """True for an image whose channels follow each other in memory."""
+    return value.stride(1) == 1 != value.stride(-1)
 
 
 def convolution_op() -> OpOverload:
     """``aten.convolution`` with a packed weight, and with the strides of that; torch knows it once this was called.
 
     oneDNN's own call returns channels last whatever it is given, which a program's views may not fit: it takes the
-    place of this one (:func:`pointwise_convolution`) when strides are settled.
+    place of this one (:func:`pointwise_convolution`) when strides are settled. The last argument tells them, as they
+    depend on the weight's before it was packed.
     """
     return own_op(
         "packed_convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
-        "bool transposed, int[] output_padding, int groups) -> Tensor",
+        "bool transposed, int[] output_padding, int groups, bool channels_last) -> Tensor",
         _run_convolution,
         _convolution_meta,
     )
@@ -104,7 +138,7 @@ def convolution_op() -> OpOverload:
 
 def pointwise_convolution(*args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
     """The call of oneDNN, and its arguments, for the arguments of :func:`convolution_op`."""
-    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, _ = args
     op = _mkldnn._convolution_transpose_pointwise if transposed else _mkldnn._convolution_pointwise
     paddings = (padding, output_padding) if transposed else (padding,)
     return op.default, (x, weight, bias, *paddings, stride, dilation, groups, "none", [], "")
@@ -114,7 +148,8 @@ def convolution_int8_op() -> OpOverload:
     """The same of a value in uint8, by scale and zero point, and a weight in int8, by scales and zero points."""
     return own_op(
         "packed_convolution_int8(Tensor x, float scale, int zero_point, Tensor weight, Tensor scales, Tensor zeros, "
-        "Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, ScalarType dtype) -> Tensor",
+        "Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, ScalarType dtype, bool channels_last) "
+        "-> Tensor",
         lambda *args: _CONVOLUTION_INT8(*pointwise_convolution_int8(*args)[1]),
         _convolution_int8_meta,
     )
@@ -122,13 +157,14 @@ def convolution_int8_op() -> OpOverload:
 
 def pointwise_convolution_int8(*args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
     """The call of oneDNN, and its arguments, for the arguments of :func:`convolution_int8_op`."""
-    *given, dtype = args
+    *given, dtype, _ = args
     return _CONVOLUTION_INT8, (*given, 1.0, 0, dtype, "none", [], "")
 
 
 def _convolution_int8_meta(*args: Any) -> Tensor:
-    x, _scale, _zero, weight, _scales, _zeros, _bias, *given, groups, dtype = args
-    return torch.ops.aten.convolution(x.to(dtype), weight.to(dtype), None, *given, False, [0, 0], groups)
+    x, _scale, _zero, weight, _scales, _zeros, _bias, *given, groups, dtype, channels_last = args
+    given += False, [0, 0], groups, channels_last
+    return _convolution_meta(x.to(dtype), weight.to(dtype), None, *given)
 
 
 def _run_convolution(*args: Any) -> Tensor:
@@ -143,7 +179,9 @@ def _run_convolution(*args: Any) -> Tensor:
 def _convolution_meta(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
     # that of a transposed one is the other way round once it is packed
     weight = weight.transpose(0, 1) if more[4] else weight
-    return torch.ops.aten.convolution.default(x, weight, *more)
+    out = torch.ops.aten.convolution.default(x, weight, *more[:-1])
+    last = torch.channels_last if out.ndim == 4 else torch.channels_last_3d
+    return torch.empty_like(out, memory_format=last if more[-1] else torch.contiguous_format)
 
 
 # ---- Inductor

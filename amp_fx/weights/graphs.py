@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from amp_fx._torch import FakeTensor, borrowed
 from amp_fx.errors import WeightsError
 from amp_fx.graphs.calls import is_parameter
-from amp_fx.graphs.fake_runs import is_matmul
+from amp_fx.graphs.fake_runs import add_call, is_matmul
 from amp_fx.graphs.keys import COPY_META
 from amp_fx.graphs.values import storage_of, storages_written_in
 from amp_fx.weights.changes import Fingerprint
@@ -73,27 +74,20 @@ def _is_weight(node: fx.Node) -> bool:
 
 def _expand_copies(gm: fx.GraphModule) -> list[fx.Node]:
     """Has a graph compute the copies of weights that are its inputs; returns what computes them."""
-    graph, steps, made = gm.graph, list[fx.Node](), dict[object, Any]()
+    graph, before, made = gm.graph, {*gm.graph.nodes}, dict[object, Any]()
     inputs = graph.find_nodes(op="placeholder")
     weights = {node.name: node for node in inputs}
     first = next(node for node in graph.nodes if node.op != "placeholder")
-
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        steps.append(graph.call_function(target, args, kwargs))
-        return steps[-1]
-
     for copy in inputs:
         if COPY_META not in copy.meta:
             continue
         weight, (recipe, part) = weights[copy.meta[COPY_META]], recipe_of(copy)
         with graph.inserting_before(first):
             if (weight, recipe) not in made:
-                made[weight, recipe] = recipe.steps(weight, call)
-        step = made[weight, recipe][part]
-        step.meta["val"] = copy.meta["val"]
-        copy.replace_all_uses_with(step)
+                made[weight, recipe] = recipe.steps(weight, partial(add_call, graph))
+        copy.replace_all_uses_with(made[weight, recipe][part])
         graph.erase_node(copy)
-    return steps
+    return [node for node in graph.nodes if node not in before]
 
 
 # ---- what is derived are inputs

@@ -27,14 +27,17 @@ from amp_fx._torch import (
     Packing,
     convolution_int8_op,
     convolution_op,
+    is_channels_last,
+    is_faster_as_convolution,
     onednn_packs,
     packing,
 )
 from amp_fx.graphs.calls import args_of, argument_value, convolution_settings, is_cast, is_returned
+from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, storages_written_in, tensors
 from amp_fx.weights.derived import DerivedInputs, derivation
-from amp_fx.weights.joining import dequantised, join_linears
+from amp_fx.weights.products import as_convolution, dequantised, join_linears
 from amp_fx.weights.recipes import Derived, with_norm
 
 __all__ = ["pack"]
@@ -123,9 +126,8 @@ class _Packer:
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         """A step that is derived."""
-        node = self._graph.call_function(target, args)
-        self.derived.add(node)
-        return node
+        self.derived.add(step := add_call(self._graph, target, *args))
+        return step
 
     # ---- norms
 
@@ -154,18 +156,14 @@ class _Packer:
             given = scale, shift, mean, variance, eps
             both = with_norm(self._wide_source(weight), wide, given, sizes, self._call)
             low = [self._call(aten.to.dtype, value, dtype) for value in both]
-            low[0].meta["val"] = weight.meta["val"]
-            low[1].meta["val"] = mean.meta["val"].detach().to(dtype)
             folded = self._graph.node_copy(call)
             folded.args = (args_of(call)[0], *low, *args_of(call)[3:])
             result = folded
             if norm.meta["val"].dtype is not folded.meta["val"].dtype:
-                result = self._graph.call_function(aten.to.dtype, (folded, norm.meta["val"].dtype))
-                result.meta = {"val": norm.meta["val"]}
+                result = add_call(self._graph, aten.to.dtype, folded, norm.meta["val"].dtype)
         norm.replace_all_uses_with(result)
-        for node in (norm, cast, call):
-            if node is not None:
-                self._graph.erase_node(node)
+        for node in filter(None, (norm, cast, call)):
+            self._graph.erase_node(node)
 
     def _channels(self, call: fx.Node) -> int | None:
         """Of the weight of a convolution, or of a linear that gives a matrix, the dimension of the result's columns."""
@@ -193,9 +191,7 @@ class _Packer:
         """A value in fp32: before it was rounded, where it was."""
         if is_cast(node) and node.all_input_nodes[0].meta["val"].dtype is torch.float32:
             return node.all_input_nodes[0]
-        wide = self._call(aten.to.dtype, node, torch.float32)
-        wide.meta["val"] = node.meta["val"].detach().to(torch.float32)
-        return wide
+        return self._call(aten.to.dtype, node, torch.float32)
 
     # ---- what oneDNN packs
 
@@ -204,9 +200,8 @@ class _Packer:
         form = linear_form(node)
         if form is None:
             return
-        args = args_of(node)
-        x, weight = args[form.input], args[form.weight]
-        bias = args[form.bias] if form.bias is not None and form.bias < len(args) else None
+        args: dict[int | None, Any] = dict(enumerate(args_of(node)))
+        x, weight, bias = args[form.input], args[form.weight], args.get(form.bias)
         value, matrix = x.meta["val"], weight.meta["val"]
         if weight not in self.derived or not self.packs(value, matrix) or not matrix.numel():
             return
@@ -220,9 +215,14 @@ class _Packer:
         if not form.by_rows:
             with self._graph.inserting_before(node):
                 weight = self._call(aten.t.default, weight)
+        sizes = numel(value) // contracted, columns, contracted
+        if is_fixed(x) and is_faster_as_convolution(sizes, matrix.dtype, torch.get_num_threads()):
+            with self._graph.inserting_before(node):
+                kernel = self._call(aten.view.default, weight, [columns, contracted, 1, 1])
+            self.pack_convolution(as_convolution(node, x, kernel, bias))
+            return
         # in bf16 oneDNN lays out otherwise for one row with AMX, which gains nothing: decoding and prefill share a copy
-        rows = max(2, numel(value) // contracted)
-        how = packing("linear", torch.Size((columns, contracted)), matrix.dtype, rows)
+        how = packing("linear", torch.Size((columns, contracted)), matrix.dtype, max(2, sizes[0]))
         node.target = LINEAR
         node.args, node.kwargs = (x, self._input(weight, matrix, how), bias, "none", [], ""), {}
 
@@ -250,7 +250,7 @@ class _Packer:
             # where sizes are not known, oneDNN packs for any
             sizes = tuple(x.meta["val"].shape) if is_fixed(x) else None
             how = packing("convolution_int8", kernel, torch.int8, scale, zero, *window, sizes)
-            node.target, after = convolution_int8_op(), (*window, dtype)
+            node.target, after = convolution_int8_op(), (*window, dtype, is_channels_last(node.meta["val"]))
         else:
             rows = max(1, numel(value.meta["val"]) // kernel[1])
             how = packing("linear_int8", kernel, torch.int8, (rows, kernel[1]))
@@ -279,7 +279,8 @@ class _Packer:
         packed = self._input(weight, kernel, how)
         node.target = convolution_op()
         padded = given.get("output_padding", (0,) * len(stride))
-        node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups)
+        channels_last = is_channels_last(node.meta["val"])
+        node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups, channels_last)
 
     def packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether oneDNN packs a weight that multiplies a value."""

@@ -63,7 +63,10 @@ class GemmEpilogue(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         widened = _keep_sums(gm) if self.marks else 0
         for node in list(gm.graph.nodes):
-            if not (node.target in _WIDE or _returns_fp32(node)) or not _may_be_wide(node):
+            if not (node.target in _WIDE or _returns_fp32(node)):
+                continue
+            value = node.meta["val"]
+            if value.dtype not in LOW_DTYPES or not device_row(value.device.type).wide_results:
                 continue
             views, casts = _readers(node)
             if not casts:
@@ -89,11 +92,6 @@ def _returns_fp32(node: fx.Node) -> bool:
         # rows have scales of two dimensions
         and all(scale.meta["val"].ndim < 2 for scale in node.args[2:4])  # type: ignore[union-attr]  # nodes
     )
-
-
-def _may_be_wide(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return value.dtype in LOW_DTYPES and device_row(value.device.type).wide_results
 
 
 def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

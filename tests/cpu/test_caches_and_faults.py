@@ -67,7 +67,8 @@ def test_what_is_packed_is_compiled_once_for_all_processes(how: str) -> None:
     if how == "convolutions":
         layers = nn.Conv2d(6, 10, 3), nn.BatchNorm2d(10), nn.ReLU(), nn.ConvTranspose2d(10, 6, 3)
         x = torch.randn(2, 6, 9, 9)
-    net = nn.Sequential(*layers).eval()
+    net: Any = nn.Sequential(*layers).eval()
+    net.to(memory_format=torch.channels_last)
     if how == "stored low":
         amp_fx.store_low(net, x)
     results = []
@@ -78,6 +79,7 @@ def test_what_is_packed_is_compiled_once_for_all_processes(how: str) -> None:
             results.append(torch.compile(net, backend="amp_fx", options={**DEFAULTS, "policy": policy})(x))
     assert counters["aot_autograd"]["autograd_cache_hit"] == counters["inductor"]["fxgraph_cache_hit"] == 1
     assert torch.equal(*results)
+    assert results[0].stride() == net(x).stride()
     torch.testing.assert_close(results[0], net(x), rtol=0.05, atol=0.05)
 
 

@@ -192,13 +192,10 @@ def test_calls_of_equal_names_in_two_graphs_have_scales_of_their_own() -> None:
     plan.plans[1].nodes = [replace(row, scales={}) for row in plan.plans[1].nodes]
     # the second finds its scales in each call, the first does not
     rows = {each.outline.graph: each.calls for each in cal.sensitivity.graphs}
-    found = [
-        next(call for call in rows[each.graph] if call.scales).operands("forward", measured=not at)
-        for at, each in enumerate(plan.plans)
-    ]
-    low = cal.predict(
-        [replace(each, nodes=[replace(r, levels={}, scales={}) for r in each.nodes]) for each in plan.plans]
-    )
+    calls = [next(call for call in rows[each.graph] if call.scales) for each in plan.plans]
+    found = [call.operands("forward", measured=not at) for at, call in enumerate(calls)]
+    bare = ([replace(row, levels={}, scales={}) for row in each.nodes] for each in plan.plans)
+    low = cal.predict([replace(each, nodes=rows) for each, rows in zip(plan.plans, bare, strict=True)])
     added = sum(value or 0.0 for operands in found for value in operands.values())
     assert math.isclose(cal.predict(plan.plans) ** 2, low**2 + added, rel_tol=1e-6)
 
@@ -313,10 +310,8 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, t
     # norms are folded into weights, which are stored in int8: nothing looks for their scales in a call
     assert not {"BatchNormalization", "ReduceMax"} & {*names}
     stem = [(name, value.dtype) for name, value in program.state_dict.items() if "stem" in name]
-    kept = {name.removeprefix("stem."): dtype for name, dtype in stem}
-    assert kept == {
-        "weight_int8": torch.int8, "weight_int8_scale": torch.float32, "weight_int8_zero_point": torch.int64
-    }  # fmt: skip
+    kept = {name.removeprefix("stem.weight_int8"): dtype for name, dtype in stem}
+    assert kept == {"": torch.int8, "_scale": torch.float32, "_zero_point": torch.int64}
     assert program.state_dict["norm.bias_folded"].dtype is torch.float32
     assert "norm.weight" not in program.state_dict
     # the activation between two products has no casts around it, so that runtimes make one call of three

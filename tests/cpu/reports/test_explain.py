@@ -321,16 +321,13 @@ def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Modu
     assert [row["kind"] for row in data["summary"]["advice"]][:1] == ["not compiled"]
 
 
-def test_a_model_of_torchs_own_that_is_compiled_in_place_is_explained_as_it_runs() -> None:
+def test_what_of_torchs_own_is_compiled_in_place_is_explained_as_it_runs_and_named() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     model.compile(backend="amp_fx")
     report = explained(model, torch.randn(2, 4, 8))
     assert bool(report.plans) is not UP_TO_2_13
     assert ("Sequential.compile() compiles nothing" in str(report)) is UP_TO_2_13
     assert ("Use torch.compile(module, backend='amp_fx') instead" in str(report)) is UP_TO_2_13
-
-
-def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
     model = stacked(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)), UpDown(8, 16))
     for module in model.children():
         for layer in module.children():
@@ -340,14 +337,12 @@ def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
     assert [row.text.startswith(start) for row in notes] == [True] * UP_TO_2_13
 
 
-def test_a_program_that_dynamo_does_not_look_at_says_what_to_look_for() -> None:
+def test_a_program_of_which_dynamo_makes_no_graph_says_what_to_look_for_or_names_the_break() -> None:
     with torch.compiler.set_stance("force_eager"):
         text = str(explained(UpDown(8, 16), X))
     assert "0 graphs" in text
     assert "Dynamo makes no graph of it and gives no reason" in text
 
-
-def test_a_program_that_is_disabled_names_the_break() -> None:
     class Disabled(UpDown):
         @torch.compiler.disable
         def forward(self, x: Tensor) -> Tensor:

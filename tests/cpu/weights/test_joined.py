@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx.compiling
-from amp_fx._torch import LINEAR, LINEAR_INT8
+from amp_fx._torch import LINEAR, LINEAR_INT8, is_faster_as_convolution
 from graphs import DEFAULTS, autocast_in
 from holding import Held
 from small_models import Parts, near_autocast
@@ -19,12 +20,14 @@ from small_models import Parts, near_autocast
 
 @pytest.fixture(name="products")
 def _products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """For each graph that Inductor gets, how many columns its products by packed weights have."""
+    """For each graph that Inductor gets, how many columns its products by packed weights have; -64: 64 channels."""
+    ops = {str(LINEAR): -1, str(LINEAR_INT8): -1, "amp_fx.packed_convolution.default": 1}
     found, original = list[list[int]](), amp_fx.compiling.compile_with_inductor
 
     def note(gm: torch.fx.GraphModule, *args: Any) -> Any:
-        calls = [node for node in gm.graph.nodes if node.target in (LINEAR, LINEAR_INT8)]
-        found.append([node.meta["val"].shape[-1] for node in calls])
+        found.append(
+            [-at * node.meta["val"].shape[at] for node in gm.graph.nodes if (at := ops.get(str(node.target)))]
+        )
         return original(gm, *args)
 
     monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", note)
@@ -100,12 +103,15 @@ def new_net(call: Callable[..., Any], **kwargs: Any) -> nn.Module:
 
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("case", JOINED)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["low results", "any length"])
-def test_products_are_joined_where_nobody_sees_it(case: str, dynamic: bool, products: Any) -> None:
+@pytest.mark.parametrize("form", ["low results", "any length", "convolutions"])
+def test_products_are_joined_where_nobody_sees_it(case: str, form: str, products: Any) -> None:
     call, columns = JOINED[case]
-    net, x = new_net(call), torch.randn(2, 24, 64)
+    dynamic, is_convolved = form == "any length", form == "convolutions"
+    choice = mock.patch("amp_fx.weights.packing.is_faster_as_convolution", return_value=is_convolved)
+    # few pixels are not laid out in channels last
+    net, x = new_net(call), torch.randn(2, 168, 64)
     run = torch.compile(net, backend="amp_fx", options={**DEFAULTS, "strict": True}, dynamic=dynamic)
-    with torch.inference_mode(), autocast_in(None if dynamic else torch.bfloat16):
+    with choice, torch.inference_mode(), autocast_in(None if dynamic else torch.bfloat16):
         for _ in range(2):
             got, expected = (y if isinstance(y, tuple) else (y,) for y in (run(x), net(x)))
             assert near_autocast(got[0].float(), net, x, most=1.3)
@@ -114,7 +120,17 @@ def test_products_are_joined_where_nobody_sees_it(case: str, dynamic: bool, prod
                 # nothing else is kept alive with it
                 assert one.untyped_storage().nbytes() == one.nbytes
             net.get_parameter("k.weight").data.mul_(1.5)
-    assert products == [columns]
+    assert products == [[-each if is_convolved else each for each in columns]]
+
+
+@pytest.mark.parametrize("time", [0.8, 0.9])
+def test_products_are_timed_where_threads_may_be_idle(time: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr("timeit.repeat", lambda call, **_: [time if call().ndim == 4 else 1.0])
+    sizes = 512, 768, 768
+    assert is_faster_as_convolution(sizes, torch.bfloat16, 2) is (time < 0.85)
+    for given in ((sizes, torch.bfloat16, 1), (sizes, torch.float32, 2), ((16, 768, 768), torch.bfloat16, 2)):
+        assert not is_faster_as_convolution(*given)
 
 
 #: in int8: three matrices with sums and factors of their columns, and the last linear

@@ -1,4 +1,7 @@
-"""Products of one value by several weights become one: oneDNN's calls cost less, and more threads find work.
+"""How oneDNN is given products by weights, before it packs these.
+
+Products of one value by several weights become one: calls cost less, and more threads find work. Where it is faster,
+:func:`as_convolution` makes a convolution of one.
 
 Before, for the queries, keys and values of attention::
 
@@ -30,7 +33,7 @@ from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import written_arguments
 
-__all__ = ["dequantised", "join_linears"]
+__all__ = ["as_convolution", "dequantised", "join_linears"]
 
 aten = torch.ops.aten
 
@@ -130,6 +133,19 @@ def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:
                 part = add_call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
         node.replace_all_uses_with(part)
         graph.erase_node(node)
+
+
+def as_convolution(node: fx.Node, x: fx.Node, kernel: fx.Node, bias: fx.Node | None) -> fx.Node:
+    """Has a convolution with a window of one compute a product; rows stand where pixels do."""
+    graph, value = node.graph, node.meta["val"]
+    with graph.inserting_before(node):
+        rows = add_call(graph, aten.reshape.default, x, [1, -1, 1, x.meta["val"].shape[-1]])
+        image = add_call(graph, aten.permute.default, rows, [0, 3, 1, 2])
+        convolved = add_call(graph, aten.conv2d.default, image, kernel, bias, meta=node.meta)
+        rows = add_call(graph, aten.permute.default, convolved, [0, 2, 3, 1])
+        node.replace_all_uses_with(add_call(graph, aten.view.default, rows, [*value.shape]))
+    graph.erase_node(node)
+    return convolved
 
 
 def _may_be_strided(node: fx.Node) -> bool:
