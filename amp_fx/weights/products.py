@@ -1,7 +1,6 @@
-"""How oneDNN is given products by weights, before it packs these.
+"""How oneDNN is given products by weights: joined, or as convolutions (:func:`as_convolution`).
 
-Products of one value by several weights become one: calls cost less, and more threads find work. Where it is faster,
-:func:`as_convolution` makes a convolution of one.
+Products of one value by several weights become one: calls cost less, and more threads find work.
 
 Before, for the queries, keys and values of attention::
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 import torch.fx as fx
@@ -166,8 +167,9 @@ def _widen(node: fx.Node) -> fx.Node:
         return node
     added, *factors = node.args
     with graph.inserting_before(node):
-        product = _call(node, _ADDING[target], *factors, torch.float32)
-        total = _call(node, aten.add.Tensor, product, _call(node, CAST, added, torch.float32))
+        call = partial(add_call, graph, meta=node.meta)
+        product = call(_ADDING[target], *factors, torch.float32)
+        total = call(aten.add.Tensor, product, call(CAST, added, torch.float32))
     node.replace_all_uses_with(total)
     graph.erase_node(node)
     return total
@@ -179,7 +181,7 @@ def _read_wide(node: fx.Node, wide: Collection[fx.Node]) -> None:
     def widened(source: fx.Node) -> fx.Node:
         value = source.meta.get("val")
         is_low = source not in wide and isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES
-        return _call(node, CAST, source, torch.float32) if is_low else source
+        return add_call(node.graph, CAST, source, torch.float32, meta=node.meta) if is_low else source
 
     with node.graph.inserting_before(node):
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), widened)  # type: ignore[assignment, arg-type]
@@ -194,10 +196,5 @@ def _give(node: fx.Node, low: torch.dtype, users: Sequence[fx.Node]) -> None:
         node.graph.erase_node(each)
     if others := {user for user in users if user not in widened}:
         with node.graph.inserting_after(node):
-            rounded = _call(node, CAST, node, low)
+            rounded = add_call(node.graph, CAST, node, low, meta=node.meta)
         node.replace_all_uses_with(rounded, delete_user_cb=others.__contains__)
-
-
-def _call(like: fx.Node, target: OpOverload, *args: Any) -> fx.Node:
-    """A call that comes from where another one does."""
-    return add_call(like.graph, target, *args, meta=like.meta)

@@ -148,11 +148,8 @@ def test_who_reads_what_the_product_before_does_not_write_waits_for_a_kernel() -
 
 
 def test_what_is_added_as_it_is_convolved_costs_what_both_readings_do() -> None:
-    def program(m: Any, x: Tensor) -> Tensor:
-        x = m.stem(x).relu()
-        return m.head(x + 0.01 * m.point(x))
-
-    net: Any = Parts(program, stem=nn.Conv2d(3, 16, 3), point=nn.Conv2d(16, 16, 1), head=nn.Conv2d(16, 8, 1))
+    parts = {"stem": nn.Conv2d(3, 16, 3), "point": nn.Conv2d(16, 16, 1), "head": nn.Conv2d(16, 8, 1)}
+    net: Any = Parts(lambda m, x: m.head((y := m.stem(x).relu()) + 0.01 * m.point(y)), **parts)
     batch = images()
     [graph] = calibrated(net, batch).sensitivity.graphs
     [row] = [call for call in graph.calls if graph.outline.node(call.name).module_path == "point"]
@@ -201,11 +198,8 @@ def test_calls_of_equal_names_in_two_graphs_have_scales_of_their_own() -> None:
 
 
 def test_a_convolution_with_a_weight_that_was_turned_stays_low(caplog: pytest.LogCaptureFixture) -> None:
-    def program(m: Any, x: Tensor) -> Tensor:
-        y = nn.functional.conv2d(x, m.kernel.weight.transpose(0, 1).transpose(2, 3))
-        return m.head(y.flatten(2).mT)
-
-    turned = Parts(program, kernel=nn.Conv2d(8, 8, 3), head=nn.Linear(8, 4))
+    parts = {"kernel": nn.Conv2d(8, 8, 3), "head": nn.Linear(8, 4)}
+    turned = Parts(lambda m, x: m.head(nn.functional.conv2d(x, m.kernel.weight.mT).flatten(2).mT), **parts)
     [plan] = calibrated(turned, torch.randn(2, 8, 6, 6)).plan(budget=100, verify=False).plans
     assert [row.levels for row in plan.nodes if row.op == "conv2d"] == [{}]
 
@@ -323,6 +317,25 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, t
     session = pytest.importorskip("onnxruntime").InferenceSession(path)
     [onnx_result] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert (torch.from_numpy(onnx_result) - got).norm() < 0.01 * got.norm()
+
+
+@pytest.mark.usefixtures("code")
+def test_no_convolution_rounds_a_silu() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 8, 3)).eval()
+    plan = calibrated(net, x := images()).plan(budget=100, verify=False)
+    with torch.inference_mode():
+        got, [code] = run_and_get_code(compiled(net, plan, cpp_wrapper=False), x)
+    assert wrong(got, net, x) < 0.02
+    assert re.findall(r"\d, torch\.(\w+), '(\w+)'", code) == [("bfloat16", "swish")]
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
+def test_a_convolution_in_int8_costs_the_kernel_of_a_gelu(activation: type[nn.Module]) -> None:
+    layers = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), activation(), nn.Conv2d(16, 8, 1)
+    net = nn.Sequential(*layers).eval()
+    cal = calibrated(net, torch.randn(4, 16, 17, 17), profile=replace(PROFILE, bandwidth=5e8))
+    [plan] = cal.plan(budget=100, verify=False).plans
+    assert any(row.scales for row in plan.nodes) is (activation is nn.ReLU)
 
 
 @pytest.mark.usefixtures("code")
