@@ -16,6 +16,7 @@ device is recorded as its parts instead, because autocast lists the linears insi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,7 +62,20 @@ def _parts(op: OpOverload) -> Callable[..., Any]:
     return decompose
 
 
+def _pad_by_numbers(x: Any, weight: Any, *args: Any) -> Any:
+    """A convolution whose padding is a word, by numbers, which oneDNN packs; not where one side has more of it."""
+    defaults: Any = (None, (1,), "valid", (1,), 1)
+    bias, stride, padding, dilation, groups = (*args, *defaults[len(args) :])
+    wide = [by * (size - 1) for by, size in zip(itertools.cycle(dilation), weight.shape[2:], strict=False)]
+    if padding == "same" and any(each % 2 for each in wide):
+        return NotImplemented
+    sides = [each // 2 * (padding == "same") for each in wide]
+    op = (aten.conv1d, aten.conv2d, aten.conv3d)[weight.ndim - 3].default
+    return op(x, weight, bias, stride, sides, dilation, groups)
+
+
 _COMPOSITES = {op: _parts(op) for op in (aten.lstm_cell.default, aten.gru_cell.default, aten.gru.input)}
+_COMPOSITES |= dict.fromkeys((aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding), _pad_by_numbers)
 
 
 def capture(gm: fx.GraphModule, ambient: Regions) -> fx.GraphModule:

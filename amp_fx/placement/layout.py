@@ -8,7 +8,6 @@ a Zen 5). What a step gains by it: ``python -m benchmarks --only resnet_cifar``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +20,7 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 
 __all__ = [
-    "CAST", "channels_last_strides", "convert_op", "is_convert", "is_convolution", "is_relaid", "lay_out",
-    "relaid_weight",
+    "CAST", "convert_op", "is_convert", "is_convolution", "is_relaid", "lay_out", "relaid_weight",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -99,9 +97,3 @@ def is_relaid(weight: Tensor) -> bool:
         # as with kernels of 1 x 1 and one channel per group
         and not weight.is_contiguous(memory_format=torch.channels_last)
     )
-
-
-def channels_last_strides(shape: Sequence[int]) -> list[int]:
-    """Strides of a dense tensor with four dimensions whose second one is innermost."""
-    _, channels, _, width = shape
-    return [math.prod(shape[1:]), 1, width * channels, channels]

@@ -48,15 +48,8 @@ aten = torch.ops.aten
 #: expanded to a batch are others for each batch size
 _EXPANDED = 1 / 32
 #: convolutions whose arguments say how much is padded
-_CONVOLUTIONS = frozenset(
-    (
-        aten.conv1d.default,
-        aten.conv2d.default,
-        aten.conv3d.default,
-        aten.conv_transpose2d.input,
-        aten.conv_transpose3d.input,
-    )
-)
+_CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
+_CONVOLUTIONS |= {aten.conv_transpose2d.input, aten.conv_transpose3d.input}
 
 
 def pack(

@@ -13,7 +13,7 @@ from amp_fx.graphs.fake_runs import is_matmul, run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.placement.layout import CAST, channels_last_strides, lay_out, relaid_weight
+from amp_fx.placement.layout import CAST, lay_out, relaid_weight
 from amp_fx.policy.table import device_row
 
 __all__ = [
@@ -183,7 +183,7 @@ class LayOutWeights(Pass):
         # casts to 16 bits of inputs
         casts = [node for node in gm.graph.nodes if node in read and relaid_weight(node) is not None]
         for cast in casts:
-            lay_out(cast, channels_last_strides(cast.meta["val"].shape))
+            lay_out(cast, cast.meta["val"].contiguous(memory_format=torch.channels_last).stride())
         return f"{len(casts)} weights of convolutions are laid out by the library"
 
 

@@ -164,7 +164,6 @@ def test_what_is_added_as_it_is_convolved_costs_what_both_readings_do() -> None:
 
 @pytest.mark.parametrize("spoil", [0.0, math.inf, math.nan, 1e-35])
 def test_a_value_that_is_zero_or_not_finite_has_no_scale_and_that_is_said(spoil: float, caplog: Any) -> None:
-    # in whichever batch
     ranges = Ranges()
     for value in (spoil * torch.ones(3), torch.zeros(3) if spoil < 1 else torch.randn(3)):
         ranges.observe((0, "spoiled"), value)

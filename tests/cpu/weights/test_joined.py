@@ -108,7 +108,6 @@ def test_products_are_joined_where_nobody_sees_it(case: str, form: str, products
     call, columns = JOINED[case]
     dynamic, is_convolved = form == "any length", form == "convolutions"
     choice = mock.patch("amp_fx.weights.packing.is_faster_as_convolution", return_value=is_convolved)
-    # few pixels are not laid out in channels last
     net, x = new_net(call), torch.randn(2, 168, 64)
     run = torch.compile(net, backend="amp_fx", options={**DEFAULTS, "strict": True}, dynamic=dynamic)
     with choice, torch.inference_mode(), autocast_in(None if dynamic else torch.bfloat16):

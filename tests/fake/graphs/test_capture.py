@@ -93,14 +93,17 @@ def test_a_call_that_does_nothing_has_a_value_of_its_own_and_leaves_its_argument
 
 
 def test_an_in_place_call_stays_the_value_that_later_calls_read() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        y = x @ w
-        y.relu_()
-        return y + 1
-
-    traced = captured(program, torch.randn(4, 4), torch.randn(4, 4))
+    square = torch.randn(4, 4)
+    traced = captured(lambda x, w: [y := x @ w, y.relu_(), y + 1][-1], square, square)
     assert ops(traced) == ["aten::matmul", "aten::relu_", "aten::add.Tensor"]
     assert node(traced, "add").all_input_nodes == [node(traced, "relu_")]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_padding_by_a_word_is_by_numbers_where_both_sides_have_as_much() -> None:
+    convs = (nn.Conv2d(2, 2, size, padding="same", dilation=(1, 3)) for size in (3, 4))
+    odd, even = (captured(conv, torch.randn(1, 2, 9, 9)) for conv in convs)
+    assert (ops(even), node(odd, "conv2d").args[4]) == (["aten::conv2d.padding"], [1, 3])
 
 
 def test_switching_gradients_off_inside_the_program_is_kept() -> None:

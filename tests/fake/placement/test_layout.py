@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_fx._torch import FakeTensorMode
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.passes import LayOutGradients, LayOutWeights, PassContext
-from amp_fx.placement.layout import channels_last_strides, convert_op, is_relaid
+from amp_fx.placement.layout import convert_op, is_relaid
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -31,7 +31,7 @@ def test_there_and_back_it_has_the_values_of_a_cast_and_the_layout_asked_for(
     shape: tuple[int, ...], low: torch.dtype
 ) -> None:
     weight = torch.randn(shape)
-    narrow = convert_op()(weight, low, channels_last_strides(shape))
+    narrow = convert_op()(weight, low, torch.empty(shape).to(memory_format=CHANNELS_LAST).stride())
     assert narrow.is_contiguous(memory_format=CHANNELS_LAST)
     torch.testing.assert_close(narrow, weight.to(low), rtol=0, atol=0)
     wide = convert_op()(narrow, torch.float32, list(weight.stride()))
