@@ -23,7 +23,7 @@ from amp_fx._torch.tracing import OpOverload, onednn_computes, own_op, quantised
 from amp_fx.state import cache_results
 
 __all__ = [
-    "LINEAR", "LINEAR_INT8", "Packing", "convolution_int8_op", "convolution_op", "fuse_quantised", "is_channels_last",
+    "LINEAR", "LINEAR_INT8", "Packing", "convolution_int8_op", "convolution_op", "fuse_quantised",
     "is_faster_as_convolution", "onednn_packs", "packed_memory", "packing", "pointwise_convolution",
     "pointwise_convolution_int8", "takes_packed_inputs",
 ]  # fmt: skip
@@ -92,8 +92,7 @@ def is_faster_as_convolution(sizes: tuple[int, int, int], dtype: torch.dtype, th
     """Whether oneDNN takes clearly less time for a product that it is given as a convolution with a window of one.
 
     Up to version 3.13, with AMX, its products may leave threads without work: with two threads, one of them for
-    512 x 768 by 768 x 768. Which ones follows no rule, so both are timed where it may be. ``sizes``: rows, columns,
-    and what is contracted.
+    512 x 768 by 768 x 768. Which ones follows no rule, so both are timed. ``sizes``: rows, columns, contracted.
     """
     rows, columns, contracted = sizes
     is_asked = threads > 1 and dtype is not torch.float32 and torch.cpu._is_amx_tile_supported()
@@ -114,11 +113,6 @@ def is_faster_as_convolution(sizes: tuple[int, int, int], dtype: torch.dtype, th
 
 
 # ---- convolutions
-
-
-def is_channels_last(value: Tensor) -> bool:
-    """True for an image whose channels follow each other in memory."""
-    return value.stride(1) == 1 != value.stride(-1)
 
 
 def convolution_op() -> OpOverload:

@@ -16,8 +16,8 @@ from amp_fx.state import cache_results
 __all__ = [
     "args_of", "argument_value", "arguments", "class_name", "convolution_settings", "differentiated", "dotted_path",
     "grad_modes", "is_cast", "is_gradient_call", "is_leaf_call", "is_parameter", "is_returned", "module_path",
-    "output_nodes", "readers", "short_source", "source_line", "target_name", "tensor_arguments", "tensor_nodes",
-    "where",
+    "output_nodes", "pad_by_numbers", "readers", "short_source", "source_line", "target_name", "tensor_arguments",
+    "tensor_nodes", "where",
 ]  # fmt: skip
 
 
@@ -41,6 +41,9 @@ def args_of(node: fx.Node) -> Any:
     return node.args
 
 
+_TENSORS = ("input", "weight", "bias")
+
+
 def convolution_settings(node: fx.Node) -> dict[str, Any]:
     """What a convolution is given besides tensors, sizes for each dimension."""
     dims = argument_value(node, "weight").meta["val"].ndim - 2
@@ -51,7 +54,7 @@ def convolution_settings(node: fx.Node) -> dict[str, Any]:
         values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         return values if len(values) == dims else values * dims
 
-    names = [name for name in given if name not in ("input", "weight", "bias")]
+    names = [name for name in given if name not in _TENSORS]
     return {name: given[name] if name == "groups" else spread(given[name]) for name in names}
 
 
@@ -180,6 +183,20 @@ def short_source(source: str) -> str:
     """``train.py:7: y = f(x)`` for a source line with its whole path; at most 60 characters."""
     path, colon, rest = source.partition(":")
     return f"{Path(path).name}{colon}{rest}"[:60]
+
+
+_BY_WORD = {(op := getattr(torch.ops.aten, f"conv{dims}d")).padding: op.default for dims in (1, 2, 3)}
+
+
+def pad_by_numbers(graph: fx.Graph) -> None:
+    """Convolutions whose padding is a word get numbers, as oneDNN packs those; not where one side has more of it."""
+    for node in (node for node in graph.nodes if node.target in _BY_WORD):
+        given, tensors = convolution_settings(node), [argument_value(node, name) for name in _TENSORS]
+        steps = zip(given["dilation"], tensors[1].meta["val"].shape[2:], given["padding"], strict=True)
+        wide = [by * (size - 1) * (word == "same") for by, size, word in steps]
+        if not any(each % 2 for each in wide):
+            settings = given["stride"], [each // 2 for each in wide], given["dilation"], given["groups"]
+            node.target, node.args, node.kwargs = _BY_WORD[node.target], (*tensors, *settings), {}
 
 
 def class_name(kind: type | str) -> str:

@@ -16,7 +16,6 @@ device is recorded as its parts instead, because autocast lists the linears insi
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,7 +35,7 @@ from amp_fx._torch import (
     take_over,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import output_nodes
+from amp_fx.graphs.calls import output_nodes, pad_by_numbers
 from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter, fake_mode_of, stand_in
 from amp_fx.graphs.keys import OUTPUT_META
 from amp_fx.graphs.regions import Regions, node_regions
@@ -62,20 +61,7 @@ def _parts(op: OpOverload) -> Callable[..., Any]:
     return decompose
 
 
-def _pad_by_numbers(x: Any, weight: Any, *args: Any) -> Any:
-    """A convolution whose padding is a word, by numbers, which oneDNN packs; not where one side has more of it."""
-    defaults: Any = (None, (1,), "valid", (1,), 1)
-    bias, stride, padding, dilation, groups = (*args, *defaults[len(args) :])
-    wide = [by * (size - 1) for by, size in zip(itertools.cycle(dilation), weight.shape[2:], strict=False)]
-    if padding == "same" and any(each % 2 for each in wide):
-        return NotImplemented
-    sides = [each // 2 * (padding == "same") for each in wide]
-    op = (aten.conv1d, aten.conv2d, aten.conv3d)[weight.ndim - 3].default
-    return op(x, weight, bias, stride, sides, dilation, groups)
-
-
 _COMPOSITES = {op: _parts(op) for op in (aten.lstm_cell.default, aten.gru_cell.default, aten.gru.input)}
-_COMPOSITES |= dict.fromkeys((aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding), _pad_by_numbers)
 
 
 def capture(gm: fx.GraphModule, ambient: Regions) -> fx.GraphModule:
@@ -95,6 +81,7 @@ def capture(gm: fx.GraphModule, ambient: Regions) -> fx.GraphModule:
         raise CaptureError("the graph has no tensor to take a fake tensor mode from")
     traced = _trace(gm, placeholders, ambient, fake_mode)
     _inline_constants(traced, fake_mode)
+    pad_by_numbers(traced.graph)
     for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         # names and metadata of Dynamo's, which AOTAutograd reads
         node.meta, node.target = {**original.meta, **node.meta}, original.target

@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import output_nodes, where
+from amp_fx.graphs.calls import output_nodes, pad_by_numbers, where
 from amp_fx.graphs.capture import OPAQUE_BODIES
 from amp_fx.graphs.fake_runs import add_call, dtype_under_autocast, fake_arguments
 from amp_fx.graphs.keys import OUTPUT_META, REGION_META
@@ -42,6 +42,7 @@ def adopt(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
     adopted = fx.GraphModule(root, graph)
     adopted.meta.update(gm.meta)
     _share_storages(graph)
+    pad_by_numbers(graph)
     output.meta[OUTPUT_META] = [
         [value.dtype for value in tensors(node.meta.get("val"))] for node in output_nodes(adopted)
     ]

@@ -27,7 +27,6 @@ from amp_fx._torch import (
     Packing,
     convolution_int8_op,
     convolution_op,
-    is_channels_last,
     is_faster_as_convolution,
     onednn_packs,
     packing,
@@ -243,7 +242,8 @@ class _Packer:
             # where sizes are not known, oneDNN packs for any
             sizes = tuple(x.meta["val"].shape) if is_fixed(x) else None
             how = packing("convolution_int8", kernel, torch.int8, scale, zero, *window, sizes)
-            node.target, after = convolution_int8_op(), (*window, dtype, is_channels_last(node.meta["val"]))
+            channels_last = node.meta["val"].stride(1) == 1 != node.meta["val"].stride(-1)
+            node.target, after = convolution_int8_op(), (*window, dtype, channels_last)
         else:
             rows = max(1, numel(value.meta["val"]) // kernel[1])
             how = packing("linear_int8", kernel, torch.int8, (rows, kernel[1]))
@@ -272,7 +272,7 @@ class _Packer:
         packed = self._input(weight, kernel, how)
         node.target = convolution_op()
         padded = given.get("output_padding", (0,) * len(stride))
-        channels_last = is_channels_last(node.meta["val"])
+        channels_last = node.meta["val"].stride(1) == 1 != node.meta["val"].stride(-1)
         node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups, channels_last)
 
     def packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
