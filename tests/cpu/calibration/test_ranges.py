@@ -42,7 +42,7 @@ def model() -> Any:
 
     torch.manual_seed(0)
     parts: dict[str, nn.Module] = {"stem": nn.Conv2d(3, 16, 3, 2, bias=False), "norm": nn.BatchNorm2d(16)}
-    parts |= {"depth": nn.Conv2d(16, 16, 3, padding=1, groups=16), "point": nn.Conv2d(16, 16, 1)}
+    parts |= {"depth": nn.Conv2d(16, 16, 3, padding="same", groups=16), "point": nn.Conv2d(16, 16, 1)}
     parts |= {"up": nn.Linear(16, 64), "down": nn.Linear(64, 32), "head": nn.Linear(32, 8)}
     net = Parts(program, **parts, relu=nn.ReLU(inplace=True), pool=nn.MaxPool2d(3, 2, 1))
     net(images(16))
