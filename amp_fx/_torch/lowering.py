@@ -86,18 +86,20 @@ def lower_with_inductor(
             kernels = [node for node in graph.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
             extern = [node for node in kernels if isinstance(node, ExternKernelSchedulerNode)]
             fused = [node for node in kernels if not isinstance(node, ExternKernelSchedulerNode)]
-            parts = [[part.node.origins for part in kernel.get_nodes() if part.node] for kernel in fused]
-            origins = [frozenset[fx.Node]().union(*given) for given in parts]
-            sizes = [int(kernel.get_read_write_buffers_sizes()) for kernel in fused]
+            generated = [(_origins(kernel), int(kernel.get_read_write_buffers_sizes())) for kernel in fused]
     return Lowered(
         before=before,
         after=gm,
         bytes_moved=moved,
         # a MultiOutput picks one result of a kernel that returns several
         extern_kernels=sum(not isinstance(node.node, MultiOutput) for node in extern),
-        generated=[*zip(origins, sizes, strict=True)],
+        generated=generated,
         call=make_boxed_func(before.forward),
     )
+
+
+def _origins(kernel: Any) -> frozenset[fx.Node]:
+    return frozenset[fx.Node]().union(*(part.node.origins for part in kernel.get_nodes() if part.node))
 
 
 def _report_output_strides(graph: Any) -> None:

@@ -202,7 +202,7 @@ def _fuse(activation: str, algorithm: str, match: Any, *_: Any, other: Any = Non
     out, added, is_rounded = match.output_node(), (), "scale" in named
     op, *given, dtype = product.target, *product.args[:-6], out.meta["val"].dtype
     written = (torch.float32, torch.bfloat16) if other is not None else (product.args[-4],)
-    # with AMX oneDNN takes 1.1 to 1.9 times as long for a silu with its rounding as for both apart, but with 1 x 1
+    # with AMX oneDNN takes up to twice as long for a silu with its rounding as for both apart, but with 1 x 1
     is_slow = activation == "swish" and max(product.args[3].meta["val"].shape[2:]) > 1
     is_fit = not is_slow if is_rounded else dtype in written and len(match.nodes) > 1
     # a keyword is a factor of what is added

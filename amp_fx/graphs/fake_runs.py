@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,14 +27,8 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, numel, tensors
 
 __all__ = [
-    "add_call",
-    "dtype_under_autocast",
-    "fake_arguments",
-    "fake_values",
-    "is_matmul",
-    "matmul_flops",
-    "run_fake",
-]
+    "add_call", "dtype_under_autocast", "fake_arguments", "fake_values", "is_matmul", "matmul_flops", "run_fake",
+]  # fmt: skip
 
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], FakeTensorMode]:
@@ -76,11 +69,11 @@ def run_fake(node: fx.Node) -> Any:
 
 
 def add_call(
-    graph: fx.Graph, target: Any, *args: Any, meta: Mapping[str, Any] = MappingProxyType({}), **kwargs: Any
+    graph: fx.Graph, target: Any, *args: Any, meta: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> fx.Node:
     """A call where the graph inserts nodes, with its fake value, and with what ``meta`` has beside."""
     node = graph.call_function(target, args, kwargs)
-    node.meta = {**meta, "val": run_fake(node)}
+    node.meta = {**(meta or {}), "val": run_fake(node)}
     return node
 
 

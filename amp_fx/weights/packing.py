@@ -79,6 +79,10 @@ def pack(
     return work.finish()
 
 
+def _is_channels_last(node: fx.Node) -> bool:
+    return node.meta["val"].stride(1) == 1 != node.meta["val"].stride(-1)
+
+
 class _Packer:
     """Works on one graph; ``derived`` is what is computed from weights alone, weights included."""
 
@@ -242,8 +246,7 @@ class _Packer:
             # where sizes are not known, oneDNN packs for any
             sizes = tuple(x.meta["val"].shape) if is_fixed(x) else None
             how = packing("convolution_int8", kernel, torch.int8, scale, zero, *window, sizes)
-            channels_last = node.meta["val"].stride(1) == 1 != node.meta["val"].stride(-1)
-            node.target, after = convolution_int8_op(), (*window, dtype, channels_last)
+            node.target, after = convolution_int8_op(), (*window, dtype, _is_channels_last(node))
         else:
             rows = max(1, numel(value.meta["val"]) // kernel[1])
             how = packing("linear_int8", kernel, torch.int8, (rows, kernel[1]))
@@ -272,8 +275,8 @@ class _Packer:
         packed = self._input(weight, kernel, how)
         node.target = convolution_op()
         padded = given.get("output_padding", (0,) * len(stride))
-        channels_last = node.meta["val"].stride(1) == 1 != node.meta["val"].stride(-1)
-        node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups, channels_last)
+        settings = stride, padding, dilation, transposed, padded, groups
+        node.args = (x, packed, bias, *settings, _is_channels_last(node))
 
     def packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether oneDNN packs a weight that multiplies a value."""

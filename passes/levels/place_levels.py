@@ -302,10 +302,11 @@ def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -
     grouped = matmul.is_convolution and convolution_settings(matmul.node)["groups"] > 1
     low, below = cost.matmul(matmul_flops(matmul.node), elements, result.dtype.itemsize, grouped=grouped)
     below += cost.calling(way, matmul.sizes, convolves=matmul.is_convolution)
-    behind = readers(matmul.node, lambda node: has_trait(node, Trait.CAST, Trait.BATCH_NORM))
-    if matmul.is_convolution and any(node.target is aten.gelu.default for node in behind):
-        # which oneDNN applies in 16 bits only
-        below += cost.moving(numel(result) * (2 * result.dtype.itemsize + cost.arithmetic))
+    if matmul.is_convolution:
+        behind = readers(matmul.node, lambda node: has_trait(node, Trait.CAST, Trait.BATCH_NORM))
+        # oneDNN applies a gelu in 16 bits only
+        kernel = cost.moving(numel(result) * (2 * result.dtype.itemsize + cost.arithmetic))
+        below += any(node.target is aten.gelu.default for node in behind) * kernel
     if len({level_of(operand, level).by_row for operand in matmul.operands}) > 1:
         # factors of columns are multiplied afterwards
         below += cost.moving(2 * numel(result) * result.dtype.itemsize, 1)
