@@ -24,6 +24,7 @@ from amp_fx._torch import (
     copy_of,
     fuse_quantised,
     graph_pass,
+    multiplies_int8,
     raised_by_backend,
     source_hash,
     traced_anew,
@@ -55,6 +56,7 @@ from amp_fx.scaling import find_scaler
 from amp_fx.settings import Options
 from amp_fx.state import cache_results
 from amp_fx.weights.graphs import WeightsGraph, cached, copied_weights, freeze, packed
+from amp_fx.weights.products import write_out_int8
 from amp_fx.widened import widenings
 
 __all__ = [
@@ -140,6 +142,8 @@ def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | 
     packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not has_narrow
     # by default only what takes the place of a low copy, or of a weight that is stored low
     below = any(node.meta.get(LEVEL) for node in rewritten.graph.nodes)
+    if below and graph_devices(call.gm) == {"cpu"} and not multiplies_int8():
+        write_out_int8(rewritten.graph)
     packs &= opts.weights == "cache" or (opts.weights == "auto" and bool(below or low or widenings(call.gm)))
     changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
     is_code = tunes_kernels(opts.inductor) or graph_devices(call.gm) != {"cpu"}

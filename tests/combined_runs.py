@@ -147,7 +147,10 @@ def _calibrated(model: Model, options: Mapping[str, Any]) -> amp_fx.CalibratedPl
         _write(model, through_data=False)
     device = next(model.parameters()).device
     batches = [model.batch(size, seed=size).to(device) for size in STEPS.values()]
-    given = {name: options[name] for name in ("policy", "dtype", "profile") if name in options}
+    given = {
+        "profile": "off",
+        **{name: options[name] for name in ("policy", "dtype", "profile") if name in options},
+    }
     return amp_fx.calibrate(model, batches, of="outputs", **given).plan(budget=1000, verify=False)
 
 

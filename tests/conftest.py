@@ -13,6 +13,7 @@ from torch import fx
 
 import amp_fx
 import amp_fx.compiling
+from amp_fx._torch import multiplies_int8, onednn_computes
 from amp_fx.errors import PassError
 from amp_fx.graphs.keys import MARK, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.passes import Pass, PassContext
@@ -22,9 +23,12 @@ from versions import IS_2_11
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    packs = onednn_computes(torch.bfloat16) and multiplies_int8()
+    has = {"gpu": (torch.cuda.is_available(), "a CUDA device"), "packs": (packs, "a CPU with bf16 and VNNI")}
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for name, (is_here, what) in has.items():
+            if item.get_closest_marker(name) and not is_here:
+                item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,6 +8,7 @@ A packed tensor is opaque: it has sizes, and no strides. In a graph that is comp
 
 from __future__ import annotations
 
+import logging
 import timeit
 import weakref
 from collections.abc import Callable, Iterable
@@ -24,9 +25,11 @@ from amp_fx.state import cache_results
 
 __all__ = [
     "LINEAR", "LINEAR_INT8", "Packing", "convolution_int8_op", "convolution_op", "fuse_quantised",
-    "is_faster_as_convolution", "onednn_packs", "packed_memory", "packing", "pointwise_convolution",
-    "pointwise_convolution_int8", "takes_packed_inputs",
+    "is_faster_as_convolution", "multiplies_int8", "onednn_packs", "packed_memory", "packing",
+    "pointwise_convolution", "pointwise_convolution_int8", "takes_packed_inputs",
 ]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 _mkldnn, _onednn = torch.ops.mkldnn, torch.ops.onednn
 
@@ -80,6 +83,22 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     is_on = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
     is_low = dtype in (torch.bfloat16, torch.float16)
     return is_on and (dtype is torch.float32 or (is_low and onednn_computes(dtype)))
+
+
+@cache_results()
+def multiplies_int8() -> bool:
+    """Whether oneDNN's sums of products in int8 are exact: on x86 without VNNI it adds each two in 16 bits, clamped."""
+    if not onednn_packs(torch.float32):
+        return False
+    with _disable_current_modes():
+        x, weight = torch.full((16, 64), 255, dtype=torch.uint8), torch.full((16, 64), 127, dtype=torch.int8)
+        packed, ones = packing("linear_int8", weight.shape, torch.int8, (16, 64))(weight), torch.ones(16)
+        given = x, 1.0, 0, packed, ones, torch.zeros(16, dtype=torch.int32), None
+        sums = LINEAR_INT8(*given, 1.0, 0, torch.float32, "none", [], "")
+    is_exact = bool(sums.eq(255 * 127 * 64).all())
+    if not is_exact:
+        logger.warning("without VNNI, as here, sums of products in int8 overflow: they run in floating point")
+    return is_exact
 
 
 def packed_memory(packed: Tensor) -> tuple[int, int]:

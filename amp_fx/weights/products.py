@@ -27,12 +27,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import args_of, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import written_arguments
 
-__all__ = ["as_convolution", "dequantised", "join_linears"]
+__all__ = ["as_convolution", "dequantised", "join_linears", "write_out_int8"]
 
 aten = torch.ops.aten
 
@@ -99,6 +100,23 @@ def dequantised(factor: fx.Node, per: str) -> fx.Node | None:
     """
     source = factor.all_input_nodes[0] if is_cast(factor) else factor
     return source if str(source.target) == f"quantized_decomposed.dequantize_per_{per}.default" else None
+
+
+def write_out_int8(graph: fx.Graph) -> None:
+    """Has weights in int8 multiplied as floating point, for where oneDNN does not add up products of bytes exactly.
+
+    Before, and after::
+
+        w = torch.ops.quantized_decomposed.dequantize_per_channel.default(data, scales, zeros, 0, -128, 127, torch.int8)
+        # after
+        w = torch.ops.aten.mul.Tensor(data, scales.view(-1, 1))
+    """
+    for node in graph.find_nodes(op="call_function", target=quantised_ops().dequantize_per_channel.default):
+        data, scales, *_ = args_of(node)
+        with graph.inserting_before(node):
+            factors = add_call(graph, aten.view.default, scales, [-1] + [1] * (data.meta["val"].ndim - 1))
+            node.replace_all_uses_with(add_call(graph, aten.mul.Tensor, data, factors))
+        graph.erase_node(node)
 
 
 def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:

@@ -24,6 +24,8 @@ from graphs import op_by_op
 from targets import one_process
 
 PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(blocks(page))]
+#: int8 is chosen by its rate
+NEEDS = {"quantised.md": [pytest.mark.packs]}
 
 pytestmark = pytest.mark.xdist_group("documents")
 
@@ -52,7 +54,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         yield
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [pytest.param(p, id=p.name, marks=NEEDS.get(p.name, [])) for p in PAGES])
 def test_every_python_block_runs(page: Path) -> None:
     namespace = SETUPS[page.name]()
     with warnings.catch_warnings():

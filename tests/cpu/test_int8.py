@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import amp_fx
-from amp_fx.placement.devices import builtin
+import amp_fx.compiling
+from amp_fx._torch import LINEAR_INT8
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from graphs import without_inductor
@@ -139,6 +139,7 @@ def test_with_fp16_and_with_weights_that_are_quantised_in_each_call(options: dic
     assert wrong(run(x), model, x) < 0.03
 
 
+@pytest.mark.packs
 @pytest.mark.usefixtures("op_by_op")
 def test_a_packed_weight_takes_one_byte_an_element() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)).eval()
@@ -147,6 +148,25 @@ def test_a_packed_weight_takes_one_byte_an_element() -> None:
     # of each column a factor, two numbers that oneDNN wants, and a low bias; and the last linear is low, and oneDNN
     # may pad its 16 columns to 64
     assert 512 * 512 < held.bytes() < 512 * 512 + 512 * 24 + 2 * 512 * 64
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_where_sums_of_products_would_overflow_they_are_floating_point(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_with_inductor, seen = amp_fx.compiling.compile_with_inductor, list[str]()
+
+    def see(gm: torch.fx.GraphModule, *args: Any) -> Any:
+        seen.extend(str(node.target) for node in gm.graph.nodes)
+        return compile_with_inductor(gm, *args)
+
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", see)
+    monkeypatch.setattr(amp_fx.compiling, "multiplies_int8", lambda: False)
+    for options in ({}, {"weights": "freeze"}, {"max_autotune": True}):
+        model, run = small(**options)
+        assert wrong(run(x := torch.randn(6, 32)), model, x) < 0.03
+    assert "quantized_decomposed.dequantize_per_tensor.default" in seen
+    assert not {str(LINEAR_INT8), "quantized_decomposed.dequantize_per_channel.default"} & {*seen}
 
 
 def test_what_is_added_to_a_product_stays_the_programs_own() -> None:
@@ -160,9 +180,8 @@ def test_what_is_added_to_a_product_stays_the_programs_own() -> None:
     assert torch.equal(given, x)
 
 
+@pytest.mark.packs
 def test_by_default_only_what_pays_is_quantised() -> None:
-    if "int8" not in builtin("cpu").peak:
-        pytest.skip("needs a CPU with products of 8-bit integers")
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 4096))
     with torch.device("meta"):
         head = nn.Linear(4096, 8)

@@ -283,6 +283,7 @@ def test_a_plan_with_a_scale_that_is_none_is_refused(model: Any, plan: Calibrate
     assert "amp_fx.calibrate" in str(caught.value)
 
 
+@pytest.mark.packs
 def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, tmp_path: Path) -> None:
     profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
     plan = calibrated(model, images(16), dtype="float16", profile=profile).plan(budget=100, verify=False)
@@ -353,6 +354,7 @@ def test_layers_share_the_kernels_that_round_what_they_read() -> None:
     assert code.count("async_compile.cpp") == 4
 
 
+@pytest.mark.packs
 @pytest.mark.usefixtures("code")
 def test_compiled_products_write_integers_follow_weights_and_come_from_the_cache(
     model: Any, plan: CalibratedPlan

@@ -17,6 +17,8 @@ from graphs import DEFAULTS, autocast_in
 from holding import Held
 from small_models import Parts, near_autocast
 
+pytestmark = pytest.mark.packs
+
 
 @pytest.fixture(name="products")
 def _products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
