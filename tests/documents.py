@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 #: pages whose blocks a test of its own runs, with what they say of the results
-ELSEWHERE = {"calibrate.md": "tests/cpu/calibration/test_document.py"}
+ELSEWHERE = ("calibrate.md",)
 
 #: pages whose blocks are alternatives: each begins anew
 APART = ("recipes.md",)

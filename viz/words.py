@@ -68,7 +68,7 @@ def sentence(reason: Reason) -> str:
 def summary(plan: Plan) -> str:
     """What a compiled graph computes in which precision.
 
-    ``"12 of 14 matmuls in bf16, 9 casts; 2 in fp32: too small to gain on cpu avx512_bf16 zen5 (options={'profile':
+    ``"12 of 14 matmuls in bf16, 9 casts; 2 in fp32: faster than with casts on avx512_bf16 zen5 (options={'profile':
     'off'} forces them)"``. Matmuls are convolutions, attention and recurrent layers, too.
     """
     if plan.fallback:
@@ -116,7 +116,7 @@ def more_bytes(plans: Sequence[Plan], ours: int | None, theirs: int | None) -> s
 def _why_wide(row: NodePlan, plan: Plan) -> str:
     if row.is_because(Kind.CASTS_COST_MORE):
         device = f" on {plan.profile}" if plan.profile else ""
-        return f"too small to gain{device} (options={{'profile': 'off'}} forces them)"
+        return f"faster than with casts{device} (options={{'profile': 'off'}} forces them)"
     # what comes after the list's own reason overruled it
     return sentence(row.reasons[-1]) if row.reasons else "the plan gives no reason"
 

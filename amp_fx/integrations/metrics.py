@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amp_fx.errors import OptionsError
 from amp_fx.scaling import GradScaler
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-__all__ = ["ScalerMetrics", "TensorBoardMetrics"]
+__all__ = ["ScalerMetrics"]
 
 
 class ScalerMetrics:
@@ -19,16 +15,18 @@ class ScalerMetrics:
 
     It logs ``loss_scale``, ``skipped_steps`` (all since the scaler was made) and, if the last step was skipped,
     ``first_nonfinite``: the name of the parameter with inf or nan in its gradient that is nearest to the loss. ``log``
-    has a method ``log(dict)``, or is a function of a dict. The host waits for the device in the calls that log only.
+    has a method ``log(dict)``, is a function of a dict, or a ``SummaryWriter`` of TensorBoard, which gets numbers as
+    scalars, the name as text. The host waits for the device in the calls that log only.
     """
 
     def __init__(self, scaler: GradScaler, log: Any, *, every: int = 1, prefix: str = "amp_fx/") -> None:
-        write: Callable[[dict[str, Any]], Any] = getattr(log, "log", log)
-        if not callable(write):
-            raise OptionsError(f"log must have a method log(dict), or be a function of a dict; got {log!r}.")
+        if not hasattr(log, "add_scalar") and not callable(getattr(log, "log", log)):
+            raise OptionsError(
+                f"log must have a method log(dict), be a function of a dict, or a SummaryWriter; got {log!r}."
+            )
         if every < 1:
             raise OptionsError(f"every must be 1 or more; got {every}.")
-        self._scaler, self._write, self._every, self._prefix = scaler, write, every, prefix
+        self._scaler, self._log, self._every, self._prefix = scaler, log, every, prefix
 
     def __call__(self, step: int) -> None:
         """Logs, if this is a step to log."""
@@ -39,22 +37,10 @@ class ScalerMetrics:
         if scaler.last_found_inf.item():
             # none where no graph uses the scaler, or another process found it
             values.update(zip(["first_nonfinite"], scaler.first_nonfinite(), strict=False))
-        self._log({self._prefix + name: value for name, value in values.items()}, step)
-
-    def _log(self, values: dict[str, Any], step: int) -> None:
-        self._write(values)
-
-
-class TensorBoardMetrics(ScalerMetrics):
-    """:class:`ScalerMetrics` for a ``SummaryWriter`` of TensorBoard: numbers as scalars, the name as text."""
-
-    def __init__(
-        self, scaler: GradScaler, writer: SummaryWriter, *, every: int = 1, prefix: str = "amp_fx/"
-    ) -> None:
-        self._writer = writer
-        super().__init__(scaler, writer.add_scalar, every=every, prefix=prefix)
-
-    def _log(self, values: dict[str, Any], step: int) -> None:
-        for tag, value in values.items():
-            write = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+        named = {self._prefix + name: value for name, value in values.items()}
+        if not hasattr(self._log, "add_scalar"):
+            getattr(self._log, "log", self._log)(named)
+            return
+        for tag, value in named.items():
+            write = self._log.add_text if isinstance(value, str) else self._log.add_scalar
             write(tag, value, step)

@@ -103,14 +103,7 @@ def dequantised(factor: fx.Node, per: str) -> fx.Node | None:
 
 
 def write_out_int8(graph: fx.Graph) -> None:
-    """Has weights in int8 multiplied as floating point, for where oneDNN does not add up products of bytes exactly.
-
-    Before, and after::
-
-        w = torch.ops.quantized_decomposed.dequantize_per_channel.default(data, scales, zeros, 0, -128, 127, torch.int8)
-        # after
-        w = torch.ops.aten.mul.Tensor(data, scales.view(-1, 1))
-    """
+    """Has weights in int8 multiplied as floating point, for where oneDNN does not add up products of bytes exactly."""
     for node in graph.find_nodes(op="call_function", target=quantised_ops().dequantize_per_channel.default):
         data, scales, *_ = args_of(node)
         with graph.inserting_before(node):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import warnings
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import amp_fx
 from amp_fx.errors import FallbackWarning
 from documents import APART, BEFORE, ELSEWHERE, NOT_RUN, ROOT, SETUPS, blocks, pages
 from graphs import op_by_op
-from targets import one_process
 
 PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(blocks(page))]
 #: int8 is chosen by its rate
@@ -41,7 +42,7 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         aoti_compile_and_package=lambda program, package_path: torch.export.save(program, package_path),
         aoti_load_package=lambda path: torch.export.load(path).module(),
     )
-    with one_process(), packages:
+    with packages:
         yield
     dist.destroy_process_group()
 
@@ -78,6 +79,29 @@ def test_what_is_not_run_is_there_and_counted() -> None:
     code = [(page.name, code) for page in pages() for _, code in blocks(page)]
     assert all(any(name == where and words in text for name, text in code) for where, words in NOT_RUN)
     assert len(NOT_RUN) <= 0.1 * len(code)
+
+
+@pytest.mark.slow
+def test_the_model_of_the_page_about_calibration_recovers_its_loss(tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "calibrate.md").read_text()
+    names: dict[str, Any] = {"__name__": "station"}
+    program = "\n".join(re.findall(r"```python\n(.*?)```", document, re.DOTALL))
+    # a file, so that Dynamo and the report find its lines
+    (tmp_path / "station.py").write_text(program)
+    exec(compile(program, str(tmp_path / "station.py"), "exec"), names)
+    assert names["spoiled"] > 10 * names["exact"]
+    assert names["recovered"] < 1.3 * names["exact"]
+    cal: amp_fx.Calibration = names["cal"]
+    (printed,) = re.findall(r"^  autocast +(\S+)", document, re.MULTILINE)
+    assert float(printed) == pytest.approx(cal.autocast_error, rel=0.15)
+    worst = next(line for line in str(cal).splitlines() if "%" in line)
+    assert "linear" in worst
+    assert "read" in worst
+    assert names["plan"].measured < 0.1 * cal.autocast_error
+    low = {row.name for row in names["plan"].plans[0].nodes if row.dtype is row.low}
+    assert "linear" not in low
+    assert {"linear_1", "linear_2"} <= low
+    assert (tmp_path / "frontier.png").stat().st_size > 10_000
 
 
 # ---- examples/tour.ipynb: ten cells, committed with their outputs ----

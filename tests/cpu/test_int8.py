@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx.compiling
-from amp_fx._torch import LINEAR_INT8
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from graphs import without_inductor
@@ -151,22 +152,16 @@ def test_a_packed_weight_takes_one_byte_an_element() -> None:
 
 
 @pytest.mark.usefixtures("op_by_op")
-def test_where_sums_of_products_would_overflow_they_are_floating_point(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compile_with_inductor, seen = amp_fx.compiling.compile_with_inductor, list[str]()
-
-    def see(gm: torch.fx.GraphModule, *args: Any) -> Any:
-        seen.extend(str(node.target) for node in gm.graph.nodes)
-        return compile_with_inductor(gm, *args)
-
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", see)
-    monkeypatch.setattr(amp_fx.compiling, "multiplies_int8", lambda: False)
-    for options in ({}, {"weights": "freeze"}, {"max_autotune": True}):
-        model, run = small(**options)
-        assert wrong(run(x := torch.randn(6, 32)), model, x) < 0.03
-    assert "quantized_decomposed.dequantize_per_tensor.default" in seen
-    assert not {str(LINEAR_INT8), "quantized_decomposed.dequantize_per_channel.default"} & {*seen}
+@pytest.mark.parametrize("options", [{}, {"max_autotune": True}], ids=str)
+def test_where_sums_of_bytes_would_overflow_floats_are_multiplied(options: dict[str, Any]) -> None:
+    (model, run), x = small(**options), torch.randn(6, 32)
+    seen = mock.Mock(wraps=amp_fx.compiling.compile_with_inductor)
+    choice = mock.patch("amp_fx.compiling.multiplies_int8", return_value=False)
+    with choice, mock.patch("amp_fx.compiling.compile_with_inductor", seen):
+        assert wrong(run(x), model, x) < 0.03
+    code = str(seen.call_args.args[0].graph)
+    assert "dequantize_per_tensor" in code
+    assert not re.search("dequantize_per_channel|qlinear", code)
 
 
 def test_what_is_added_to_a_product_stays_the_programs_own() -> None:

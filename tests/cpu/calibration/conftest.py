@@ -1,4 +1,4 @@
-"""Calibrated steps run op by op, but for those of slow tests, which are about code; targets have one process."""
+"""Calibrated steps run op by op, but for those of slow tests, which are about code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from graphs import op_by_op
-from targets import one_process
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +20,3 @@ def _without_code(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def code() -> None:
     """Steps and calls of the test run as Inductor compiles them."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_process() -> Iterator[None]:
-    with one_process():
-        yield

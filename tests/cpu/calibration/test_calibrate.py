@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 import amp_fx
@@ -21,6 +23,7 @@ from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
 from graphs import known, low_calls, without_inductor
+from holding import peak_bytes
 from small_models import GPT, Parts, SpreadNorm, tokens, train
 
 #: rates at which small matmuls gain
@@ -263,3 +266,45 @@ def test_wrong_arguments_are_named(gpt: nn.Module, cal: Calibration, tmp_path: P
         cal.predict(7)
     with pytest.raises(AmpFxError, match=r"\.json, \.html"):
         cal.save(tmp_path / "frontier.docx")
+
+
+# ---- what it takes, in training steps ----
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(layers=4, width=128, heads=4, length=128)
+
+
+def step(model: nn.Module) -> None:
+    optimizer = torch.optim.Adam(model.parameters())
+    model(*tokens(0, 8, 128)).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def measure(model: nn.Module, batches: int = 1) -> None:
+    amp_fx.calibrate(model, [tokens(0, 8, 128)] * batches, profile="off")
+
+
+def test_a_calibration_holds_five_times_what_a_training_step_does(model: nn.Module) -> None:
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    measure(model)
+    ours, theirs = (peak_bytes(run) + parameters for run in (lambda: measure(model), lambda: step(model)))
+    print(f"{ours / 1e6:.0f} MB, a training step {theirs / 1e6:.0f} MB: {ours / theirs:.2f}")
+    # two derivatives of a loss keep 3.4 times as much, whoever takes them
+    assert ours <= 5.4 * theirs
+
+
+def test_a_batch_multiplies_at_most_as_much_as_seven_training_steps(model: nn.Module) -> None:
+    def flops(run: Callable[[], None]) -> int:
+        with profile(activities=[ProfilerActivity.CPU], with_flops=True) as found:
+            run()
+        return sum(event.flops for event in found.key_averages())
+
+    # what Dynamo has run is the same with one batch and with two
+    runs = (lambda: step(model), lambda: measure(model), lambda: measure(model, 2))
+    once, single, double = map(flops, runs)
+    print(f"{(double - single) / once:.1f} steps a batch")
+    assert 0 < double - single <= 7 * once

@@ -25,7 +25,7 @@ from examples.gpt import GPT, GPTConfig
 from generated import Code
 from holding import run_python
 from small_models import Parts
-from targets import OFF, needs_a_target, one_process, process, quick_ones
+from targets import OFF, needs_a_target, process, quick_ones
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
@@ -123,9 +123,8 @@ def trained(name: str, arm: Arm, *scales: float) -> list[Step]:
 def planned() -> amp_fx.CalibratedPlan:
     """Of the GPT, with half of autocast's error."""
     model, args = make("gpt")
-    with one_process():
-        cal = amp_fx.calibrate(model, [args], target="cuda:h100")
-        return cal.plan(0.5, minimise="bytes", verify=False)
+    cal = amp_fx.calibrate(model, [args], target="cuda:h100")
+    return cal.plan(0.5, minimise="bytes", verify=False)
 
 
 def inferred(weights: str, options: dict[str, Any] = OFF) -> Step:

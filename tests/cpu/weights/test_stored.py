@@ -16,7 +16,7 @@ import levels
 from amp_fx import store_low
 from examples import hugging_face
 from small_models import Parts
-from targets import needs_a_target, one_process
+from targets import needs_a_target
 
 OPTIONS: dict[str, Any] = {"profile": "off", "strict": True}
 INT8 = {**OPTIONS, "policy": "int8"}
@@ -84,7 +84,7 @@ def test_for_a_gpu_a_stored_model_has_the_plan_and_the_kernels_that_it_had() -> 
     model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).eval(), torch.randn(64, 512)
     wide, options = copy.deepcopy(model), {**OPTIONS, "weights": "cache"}
     store_low(model, x, options=options)
-    with torch.no_grad(), one_process():
+    with torch.no_grad():
         given = {"options": options, "target": "cuda:h100"}
         before, after = (amp_fx.explain(each, x, **given) for each in (wide, model))
     assert before.costs["amp_fx"] == after.costs["amp_fx"]

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import amp_fx
 import integrations
-from amp_fx.integrations.metrics import ScalerMetrics, TensorBoardMetrics
+from amp_fx.integrations.metrics import ScalerMetrics
 
 ROOT = Path(__file__).parents[3]
 LIBRARIES = ("accelerate", "transformers", "lightning")
@@ -88,7 +88,7 @@ def test_a_function_gets_every_second_step_under_another_prefix_and_no_names_wit
 def test_tensorboard_has_curves_and_names(tmp_path: Path) -> None:
     scaler = Scaler("cpu", init_scale=8.0)
     with SummaryWriter(str(tmp_path)) as writer:
-        train(scaler, TensorBoardMetrics(scaler, writer), bad={2})
+        train(scaler, ScalerMetrics(scaler, writer), bad={2})
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     scale = events.Scalars("amp_fx/loss_scale")

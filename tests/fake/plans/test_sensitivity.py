@@ -120,8 +120,6 @@ def test_a_policy_with_sensitivity_prints_the_form_it_parses(path: Path) -> None
     [
         ({"budget": 1.0}, "'sensitivity'"),
         ({"sensitivity": 7}, "7"),
-        # the old name of it
-        ({"harm": "old.json"}, "'harm'.*'sensitivity' now"),
         ({"sensitivity": "sensitivity.json", "budget": -1}, "budget.*-1"),
         ({"sensitivity": "sensitivity.json", "budget": True}, "budget.*True"),
         ({"sensitivity": "sensitivity.json", "budget": float("nan")}, "budget.*nan"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_fx import OptionsError, Policy, Rule
-from amp_fx.policy.presets import PRESETS
+from amp_fx.policy.rules import PRESETS
 from amp_fx.settings import Options
 from graphs import rewrite
 from small_models import Parts

@@ -65,7 +65,7 @@ RULED = {"policy": {"rules": [{"module": "head", "precision": "fp32"}]}}
 
 
 def test_layers_too_small_to_gain_are_named_with_the_device_and_how_to_force_them_or_with_the_rule() -> None:
-    why = f"too small to gain on {builtin('cpu').name} (options={{'profile': 'off'}} forces them)"
+    why = f"faster than with casts on {builtin('cpu').name} (options={{'profile': 'off'}} forces them)"
     assert line({"profile": "auto"}) == f"3 matmuls, none in low precision, 0 casts; 3 in fp32: {why}"
     # and that is the way
     assert line({"profile": "off"}).startswith("3 of 3")

@@ -1,4 +1,4 @@
-"""All tests of targets share a process for each."""
+"""Tests share a process for each target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from targets import one_process
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _one_process() -> Iterator[None]:
     with one_process():
         yield
