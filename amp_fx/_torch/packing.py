@@ -95,8 +95,7 @@ def multiplies_int8() -> bool:
         packed, ones = packing("linear_int8", weight.shape, torch.int8, (16, 64))(weight), torch.ones(16)
         given = x, 1.0, 0, packed, ones, torch.zeros(16, dtype=torch.int32), None
         sums = LINEAR_INT8(*given, 1.0, 0, torch.float32, "none", [], "")
-    is_exact = bool(sums.eq(255 * 127 * 64).all())
-    if not is_exact:
+    if not (is_exact := bool(sums.eq(255 * 127 * 64).all())):
         logger.warning("without VNNI, as here, sums of products in int8 overflow: they run in floating point")
     return is_exact
 

@@ -22,7 +22,7 @@ class ScalerMetrics:
     def __init__(self, scaler: GradScaler, log: Any, *, every: int = 1, prefix: str = "amp_fx/") -> None:
         if not hasattr(log, "add_scalar") and not callable(getattr(log, "log", log)):
             raise OptionsError(
-                f"log must have a method log(dict), be a function of a dict, or a SummaryWriter; got {log!r}."
+                f"log must have log(dict), be a function of a dict, or a SummaryWriter; got {log!r}."
             )
         if every < 1:
             raise OptionsError(f"every must be 1 or more; got {every}.")

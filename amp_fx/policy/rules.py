@@ -277,9 +277,7 @@ def _check_keys(data: Mapping[Any, Any], valid: tuple[str, ...], where: str) -> 
         one_of("key", valid, key, where)
 
 
-# ---- names of other systems: a base list, rules, and the low dtype
-#
-# Where a whole model is low there, the base is ``fast``: it stores as much low, and keeps losses and sums in float32.
+# ---- names of other systems: where a whole model is low there, the base is ``fast``, with losses and sums in float32
 
 _FLOAT32: dict[str, Any] = {"base": "autocast", "rules": [{"module": ".*", "precision": "fp32"}]}
 
