@@ -319,6 +319,7 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, t
     assert (torch.from_numpy(onnx_result) - got).norm() < 0.01 * got.norm()
 
 
+@pytest.mark.packs
 @pytest.mark.usefixtures("code")
 def test_no_convolution_rounds_a_silu() -> None:
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 8, 3)).eval()
@@ -338,6 +339,7 @@ def test_a_convolution_in_int8_costs_the_kernel_of_a_gelu(activation: type[nn.Mo
     assert any(row.scales for row in plan.nodes) is (activation is nn.ReLU)
 
 
+@pytest.mark.packs
 @pytest.mark.usefixtures("code")
 def test_layers_share_the_kernels_that_round_what_they_read() -> None:
     layers: list[nn.Module] = []
