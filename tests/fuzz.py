@@ -191,7 +191,7 @@ def _compare_values(function: Callable[..., Any], program: Program, got: _Run) -
 
 
 def _distance(value: Tensor, exact: Tensor) -> float:
-    return (value.double() - exact.double()).abs().max().item()
+    return (value.double() - exact.double()).abs().nan_to_num(math.inf).max().item()
 
 
 # ---- searching ----
