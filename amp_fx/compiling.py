@@ -139,14 +139,15 @@ def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | 
     # there is nothing to pack where weights are inputs in fp8: oneDNN has no fp8
     has_narrow = any(is_narrow(node.meta["val"]) for node in rewritten.graph.find_nodes(op="placeholder"))
     # folding BatchNorm does not round where eager autocast rounds
-    packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not has_narrow
+    on_cpu = graph_devices(call.gm) == {"cpu"}
+    packs = on_cpu and opts.numerics != "eager" and not has_narrow
     # by default only what takes the place of a low copy, or of a weight that is stored low
     below = any(node.meta.get(LEVEL) for node in rewritten.graph.nodes)
-    if below and graph_devices(call.gm) == {"cpu"} and not multiplies_int8():
+    if below and on_cpu and not multiplies_int8():
         write_out_int8(rewritten.graph)
     packs &= opts.weights == "cache" or (opts.weights == "auto" and bool(below or low or widenings(call.gm)))
     changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
-    is_code = tunes_kernels(opts.inductor) or graph_devices(call.gm) != {"cpu"}
+    is_code = tunes_kernels(opts.inductor) or not on_cpu
     if (is_frozen or packs) and is_code:
         # a constant that is part of the code could not change
         inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": changes["may_change"]}

@@ -106,6 +106,9 @@ _ALL = (
     _ours("fast", {"policy": "fast", "profile": "off"}),
     _ours("int8", {"policy": "int8"}, modes=_INFERENCE, devices=_CPU),
     _ours("int8_all", {"policy": _ALL_INT8}, modes=_INFERENCE, devices=_CPU),
+    # for CPUs without bf16
+    Arm("fp32_freezing", env=_FREEZING, modes=_INFERENCE, devices=_CPU, named_only=True),
+    _ours("amp_fx_cache", {"weights": "cache"}, modes=_INFERENCE, devices=_CPU, named_only=True),
     _ours("int8_measured", {}, modes=_INFERENCE, devices=_CPU, calibrated=True, named_only=True),
     _torchao("dynamic", "Int8DynamicActivationInt8WeightConfig"),
     _torchao("weights", "Int8WeightOnlyConfig"),

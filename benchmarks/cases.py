@@ -19,7 +19,7 @@ _OF_FP8 = ("autocast", "amp_fx", "off", *(name for name in ARMS if name.startswi
 
 #: what compares engines
 _OF_ENGINES = (
-    "autocast", "freezing", "amp_fx", "int8", "int8_all", "int8_measured",
+    "autocast", "freezing", "amp_fx", "fp32_freezing", "amp_fx_cache", "int8", "int8_all", "int8_measured",
     *(arm.name for arm in ARMS.values() if arm.engine),
 )  # fmt: skip
 

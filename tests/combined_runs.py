@@ -147,10 +147,8 @@ def _calibrated(model: Model, options: Mapping[str, Any]) -> amp_fx.CalibratedPl
         _write(model, through_data=False)
     device = next(model.parameters()).device
     batches = [model.batch(size, seed=size).to(device) for size in STEPS.values()]
-    given = {
-        "profile": "off",
-        **{name: options[name] for name in ("policy", "dtype", "profile") if name in options},
-    }
+    given: dict[str, Any] = {"profile": "off", **options}
+    given = {name: given[name] for name in ("policy", "dtype", "profile") if name in given}
     return amp_fx.calibrate(model, batches, of="outputs", **given).plan(budget=1000, verify=False)
 
 

@@ -18,13 +18,18 @@ from amp_fx.errors import PassError
 from amp_fx.graphs.keys import MARK, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.passes import Pass, PassContext
 from amp_fx.passes.base import CUSTOM
+from amp_fx.placement.devices import builtin
 from holding import Held
 from versions import IS_2_11
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    packs = onednn_computes(torch.bfloat16) and multiplies_int8()
-    has = {"gpu": (torch.cuda.is_available(), "a CUDA device"), "packs": (packs, "a CPU with bf16 and VNNI")}
+    has = {
+        "gpu": (torch.cuda.is_available(), "a CUDA device"),
+        "bf16": (bf16 := onednn_computes(torch.bfloat16), "a CPU on which oneDNN multiplies in bf16"),
+        "int8": (bf16 and multiplies_int8(), "a CPU with bf16 and VNNI"),
+        "int8_rate": ("int8" in builtin("cpu").peak, "a CPU with a rate for int8"),
+    }
     for item in items:
         for name, (is_here, what) in has.items():
             if item.get_closest_marker(name) and not is_here:

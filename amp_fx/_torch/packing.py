@@ -88,6 +88,7 @@ def onednn_packs(dtype: torch.dtype) -> bool:
 @cache_results()
 def multiplies_int8() -> bool:
     """Whether oneDNN's sums of products in int8 are exact: on x86 without VNNI it adds each two in 16 bits, clamped."""
+    # https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html
     if not onednn_packs(torch.float32):
         return False
     with _disable_current_modes():

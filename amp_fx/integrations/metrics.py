@@ -20,13 +20,14 @@ class ScalerMetrics:
     """
 
     def __init__(self, scaler: GradScaler, log: Any, *, every: int = 1, prefix: str = "amp_fx/") -> None:
-        if not hasattr(log, "add_scalar") and not callable(getattr(log, "log", log)):
+        write = getattr(log, "log", log)
+        if not callable(write) and not hasattr(write, "add_scalar"):
             raise OptionsError(
-                f"log must have log(dict), be a function of a dict, or a SummaryWriter; got {log!r}."
+                f"log must have log(dict), be a function of it, or a SummaryWriter; got {log!r}."
             )
         if every < 1:
             raise OptionsError(f"every must be 1 or more; got {every}.")
-        self._scaler, self._log, self._every, self._prefix = scaler, log, every, prefix
+        self._scaler, self._write, self._every, self._prefix = scaler, write, every, prefix
 
     def __call__(self, step: int) -> None:
         """Logs, if this is a step to log."""
@@ -38,9 +39,9 @@ class ScalerMetrics:
             # none where no graph uses the scaler, or another process found it
             values.update(zip(["first_nonfinite"], scaler.first_nonfinite(), strict=False))
         named = {self._prefix + name: value for name, value in values.items()}
-        if not hasattr(self._log, "add_scalar"):
-            getattr(self._log, "log", self._log)(named)
+        if callable(self._write):
+            self._write(named)
             return
         for tag, value in named.items():
-            write = self._log.add_text if isinstance(value, str) else self._log.add_scalar
+            write = self._write.add_text if isinstance(value, str) else self._write.add_scalar
             write(tag, value, step)

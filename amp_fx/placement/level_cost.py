@@ -194,7 +194,6 @@ def meaning(
     hardware = profile or (builtin(device) if device in DEVICE_TYPES else None)
     name = device if hardware is None else f"{device} {hardware.name}"
     level = auto_level(base, choice, device)
-    # what was asked for runs, if only as fast as other precisions
     is_forced = profile is None and any(way.device == device for way in level.implementations)
     if not is_forced and (hardware is None or level.rate not in hardware.peak):
         return _as_autocast(f"{name} has no {level.policy} rate", level.policy)

@@ -287,8 +287,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "float32": _FLOAT32,
     "mixed_float16": {"base": "fast", "dtype": "float16"},
     "mixed_bfloat16": {"base": "fast", "dtype": "bfloat16"},
-    # https://nvidia.github.io/apex/amp.html: O1 has op lists, O2 a low model with master weights, O3 runs all low; what
-    # may overflow stays float32 here
+    # https://nvidia.github.io/apex/amp.html: O1 has op lists, O2 master weights, O3 is low but what may overflow
     "O0": _FLOAT32,
     "O1": {"base": "autocast", "dtype": "float16"},
     "O2": {"base": "fast", "dtype": "float16"},
@@ -302,7 +301,7 @@ _KEYS = {
     **dict.fromkeys(("params", "p"), "parameters stay as the model and the optimizer have them"),
     **dict.fromkeys(("compute", "c", "param_dtype"), _COMPUTE),
     **dict.fromkeys(
-        ("output", "o", "output_dtype"), "a compiled model returns the dtypes that the eager program returns"
+        ("output", "o", "output_dtype"), "a compiled model returns the dtypes that the eager one does"
     ),
     "reduce_dtype": "gradients leave in float32; FSDP's own reduce_dtype or a communication hook narrows what is sent",
     "buffer_dtype": "buffers stay as the model has them",

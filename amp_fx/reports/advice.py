@@ -274,7 +274,5 @@ def _small(plans: Sequence[Plan]) -> list[Advice]:
     if not small:
         return []
     where = small[0].module_path or small[0].op
-    text = (
-        f"{len(small)} matmuls stay in fp32, faster than with casts here ({where}, ...); to lower them anyway"
-    )
+    text = f"{len(small)} matmuls stay in fp32, faster than with casts ({where}, ...); to lower them anyway"
     return [Advice("small", text, {"profile": "off"})]

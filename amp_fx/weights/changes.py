@@ -97,9 +97,7 @@ class Fingerprint:
                 return False
             self._events = events
         # at the same addresses, what is sampled is still the weights'
-        return self._marks == self._marks_of(weights) and all(
-            torch.equal(each.read(), each.seen) for each in self._samples
-        )
+        return self._marks == self._marks_of(weights) and all(sample.is_same() for sample in self._samples)
 
     def _marks_of(self, weights: Sequence[Tensor]) -> list[int]:
         return [*map(address, weights), *map(_version, compress(weights, self._have_versions))]
@@ -116,10 +114,13 @@ class _Sample:
         # most of what lies between the weights is not theirs, and not read
         self._memory = words_of_memory(first * _WORD, count, device)
         self._words = torch.from_numpy(words - first).to(device)
-        self.seen = self.read()
+        self._seen = self._read()
 
-    def read(self) -> Tensor:
+    def _read(self) -> Tensor:
         return self._memory.index_select(0, self._words)
+
+    def is_same(self) -> bool:
+        return torch.equal(self._read(), self._seen)
 
 
 def _words(weight: Tensor) -> NDArray[np.int64]:

@@ -24,8 +24,7 @@ from documents import APART, BEFORE, ELSEWHERE, NOT_RUN, ROOT, SETUPS, blocks, p
 from graphs import op_by_op
 
 PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(blocks(page))]
-#: int8 is chosen by its rate
-NEEDS = {"quantised.md": [pytest.mark.packs]}
+MARKS = {"quantised.md": [pytest.mark.int8_rate]}
 
 pytestmark = pytest.mark.xdist_group("documents")
 
@@ -54,7 +53,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         yield
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, id=p.name, marks=NEEDS.get(p.name, [])) for p in PAGES])
+@pytest.mark.parametrize("page", [pytest.param(p, id=p.name, marks=MARKS.get(p.name, [])) for p in PAGES])
 def test_every_python_block_runs(page: Path) -> None:
     namespace = SETUPS[page.name]()
     with warnings.catch_warnings():

@@ -140,7 +140,7 @@ def test_with_fp16_and_with_weights_that_are_quantised_in_each_call(options: dic
     assert wrong(run(x), model, x) < 0.03
 
 
-@pytest.mark.packs
+@pytest.mark.int8
 @pytest.mark.usefixtures("op_by_op")
 def test_a_packed_weight_takes_one_byte_an_element() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)).eval()
@@ -156,8 +156,7 @@ def test_a_packed_weight_takes_one_byte_an_element() -> None:
 def test_where_sums_of_bytes_would_overflow_floats_are_multiplied(options: dict[str, Any]) -> None:
     (model, run), x = small(**options), torch.randn(6, 32)
     seen = mock.Mock(wraps=amp_fx.compiling.compile_with_inductor)
-    choice = mock.patch("amp_fx.compiling.multiplies_int8", return_value=False)
-    with choice, mock.patch("amp_fx.compiling.compile_with_inductor", seen):
+    with mock.patch.multiple("amp_fx.compiling", multiplies_int8=lambda: False, compile_with_inductor=seen):
         assert wrong(run(x), model, x) < 0.03
     code = str(seen.call_args.args[0].graph)
     assert "dequantize_per_tensor" in code
@@ -175,7 +174,7 @@ def test_what_is_added_to_a_product_stays_the_programs_own() -> None:
     assert torch.equal(given, x)
 
 
-@pytest.mark.packs
+@pytest.mark.int8_rate
 def test_by_default_only_what_pays_is_quantised() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 4096))
     with torch.device("meta"):

@@ -31,10 +31,9 @@ def _models(names: Iterable[str]) -> pytest.MarkDecorator:
     """Each model op by op, and with generated code."""
     slow = pytest.mark.slow
     cases = [pytest.param(name, id=name, marks=() if name in GENERATED else slow) for name in names]
-    # autocast raises for an nn.LSTM on other CPUs
-    marks = {"lstm": [pytest.mark.packs]}
     others = [name for name in names if name not in GENERATED]
-    cases += [pytest.param(name, id=f"{name}-op by op", marks=marks.get(name, [])) for name in others]
+    # autocast raises for an nn.LSTM on other CPUs
+    cases += [pytest.param(n, id=f"{n}-op by op", marks=[pytest.mark.bf16] * (n == "lstm")) for n in others]
     return pytest.mark.parametrize("name", cases)
 
 

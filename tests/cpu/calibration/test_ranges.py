@@ -283,7 +283,7 @@ def test_a_plan_with_a_scale_that_is_none_is_refused(model: Any, plan: Calibrate
     assert "amp_fx.calibrate" in str(caught.value)
 
 
-@pytest.mark.packs
+@pytest.mark.int8
 def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, tmp_path: Path) -> None:
     profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
     plan = calibrated(model, images(16), dtype="float16", profile=profile).plan(budget=100, verify=False)
@@ -319,7 +319,7 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, t
     assert (torch.from_numpy(onnx_result) - got).norm() < 0.01 * got.norm()
 
 
-@pytest.mark.packs
+@pytest.mark.int8
 @pytest.mark.usefixtures("code")
 def test_no_convolution_rounds_a_silu() -> None:
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 8, 3)).eval()
@@ -339,7 +339,7 @@ def test_a_convolution_in_int8_costs_the_kernel_of_a_gelu(activation: type[nn.Mo
     assert any(row.scales for row in plan.nodes) is (activation is nn.ReLU)
 
 
-@pytest.mark.packs
+@pytest.mark.int8
 @pytest.mark.usefixtures("code")
 def test_layers_share_the_kernels_that_round_what_they_read() -> None:
     layers: list[nn.Module] = []
@@ -356,7 +356,7 @@ def test_layers_share_the_kernels_that_round_what_they_read() -> None:
     assert code.count("async_compile.cpp") == 4
 
 
-@pytest.mark.packs
+@pytest.mark.int8
 @pytest.mark.usefixtures("code")
 def test_compiled_products_write_integers_follow_weights_and_come_from_the_cache(
     model: Any, plan: CalibratedPlan

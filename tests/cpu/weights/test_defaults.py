@@ -143,7 +143,7 @@ def test_what_was_returned_stays_as_it_was_when_weights_change(low: bool, option
 # ---- writes ----
 
 
-@pytest.mark.packs
+@pytest.mark.bf16
 @pytest.mark.usefixtures("op_by_op")
 def test_a_compiled_model_sees_writes_by_the_rule() -> None:
     @torch.compile(backend="amp_fx")

@@ -47,7 +47,7 @@ def tokens(rows: int = 2) -> Tensor:
 FOLDED = 1.3
 
 
-@pytest.mark.packs
+@pytest.mark.bf16
 @pytest.mark.usefixtures("op_by_op")
 def test_by_default_copies_live_across_calls_under_inference_mode_only(held: Held) -> None:
     net, x = new_net(), tokens()
@@ -194,7 +194,7 @@ def test_frozen_graphs_of_any_size_are_frozen_again() -> None:
             assert near_autocast(run(tokens(rows)), net, tokens(rows), FOLDED)
 
 
-@pytest.mark.packs
+@pytest.mark.bf16
 def test_packed_weights_follow_without_compiling(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.LayerNorm(256), nn.Linear(256, 64)).eval()
     x = torch.randn(16, 256)
@@ -219,7 +219,7 @@ def test_packed_weights_follow_without_compiling(held: Held, monkeypatch: pytest
     assert all(value.numel() == 1 for value in packed(others))
 
 
-@pytest.mark.packs
+@pytest.mark.bf16
 def test_batch_norm_is_folded_into_the_convolution_before_it() -> None:
     conv, norm = nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16)
     net, x = nn.Sequential(conv, norm, nn.ReLU(), nn.Conv2d(16, 8, 1)).eval(), torch.randn(2, 8, 8, 8)

@@ -17,7 +17,7 @@ from graphs import DEFAULTS, autocast_in
 from holding import Held
 from small_models import Parts, near_autocast
 
-pytestmark = pytest.mark.packs
+pytestmark = pytest.mark.bf16
 
 
 @pytest.fixture(name="products")
@@ -139,7 +139,7 @@ HELD = {"int8": 3 * 64 * (64 + 4 + 4 + 8) + 2 * 64 * 64, "autocast": 2 * 4 * 64 
 
 
 @pytest.mark.usefixtures("op_by_op")
-@pytest.mark.parametrize("policy", HELD)
+@pytest.mark.parametrize("policy", [pytest.param("int8", marks=pytest.mark.int8), "autocast"])
 def test_joined_weights_are_held_once(policy: str, held: Held, products: list[list[int]]) -> None:
     net = new_net(attend, bias=False)
     run = torch.compile(net, backend="amp_fx", options={**DEFAULTS, "policy": policy}, dynamic=False)

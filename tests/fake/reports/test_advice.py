@@ -75,7 +75,7 @@ def test_layers_too_small_to_gain_go_low_with_their_remedy() -> None:
     before = rewrite(model, X, options=auto)
     assert dtypes(before, "linear", "") == {torch.float32}
     (row,) = kinds(before.plan)["small"]
-    assert row.text.startswith("6 matmuls stay in fp32, faster than with casts here (0.up, ...)")
+    assert row.text.startswith("6 matmuls stay in fp32, faster than with casts (0.up, ...)")
     after = rewrite(model, X, options={**auto, **pasted(str(row))})
     assert dtypes(after, "linear", "") == {torch.bfloat16}
 

@@ -110,7 +110,7 @@ def test_each_graph_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> N
 # on a CPU autocast has no rule for a GRU, and it is captured as what it is made of: a product for the sequence, and one
 # for each of its four steps
 @pytest.mark.parametrize(
-    ("kind", "matmuls"), [pytest.param(nn.LSTM, 2, marks=pytest.mark.packs), (nn.RNN, 2), (nn.GRU, 6)]
+    ("kind", "matmuls"), [pytest.param(nn.LSTM, 2, marks=pytest.mark.bf16), (nn.RNN, 2), (nn.GRU, 6)]
 )
 def test_recurrent_layers_count_as_matmuls(kind: Callable[..., nn.Module], matmuls: int) -> None:
     model = Parts(lambda m, x: m.last(m.cell(x)[0]), cell=kind(16, 16), last=nn.Linear(16, 16))
