@@ -90,10 +90,15 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
 
 
 def _int_mm(first: Any, second: Any) -> Any:
-    """ONNX's product of two matrices of 8-bit integers, which torch.onnx does not know."""
+    """ONNX's product of two matrices of 8-bit integers, which torch.onnx does not know.
+
+    With a dimension more, as onnxruntime makes one call of two dimensions with factors and a bias behind it, and there
+    multiplies the bias by the factors of rows, too.
+    """
     from onnxscript import opset18
 
-    return opset18.MatMulInteger(first, second)
+    ops: Any = opset18
+    return ops.Squeeze(ops.MatMulInteger(ops.Unsqueeze(first, [0]), second), [0])
 
 
 def _has_bfloat16(ep: torch.export.ExportedProgram) -> bool:

@@ -304,6 +304,12 @@ def test_a_file_is_written_checked_and_runs_in_openvino(tmp_path: Path, options:
     _check(torch.from_numpy(run([x.numpy()])[0]), ep, model, x)
 
 
+def test_onnxruntime_adds_biases_to_products_in_int8(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(32, 64) / 64
+    ep = amp_fx.export_onnx(model, (x,), path := tmp_path / "model.onnx", dtype="float16", policy="int8")
+    _check(_ran(path, x), ep, model, x)
+
+
 def test_a_model_that_overflows_in_fp16_has_a_file_whose_results_are_right(tmp_path: Path) -> None:
     # or an error would say so
     amp_fx.export_onnx(Beyond().eval(), (torch.randn(4, 64),), tmp_path / "model.onnx", dtype="float16")
