@@ -53,6 +53,7 @@ class PassContext:
     #: names of inputs whose casts cost nothing, because they are made once and stored; and of what widens an input that
     #: is stored low
     folded: frozenset[str] = frozenset()
+    weight_bits: int = 8  # of weights in int8
     #: the user's rules that are about a call of the graph; ``classify`` adds them
     matched: set[Rule] = field(default_factory=set, compare=False)
 

@@ -97,7 +97,9 @@ def multiplies_int8() -> bool:
         given = x, 1.0, 0, packed, ones, torch.zeros(16, dtype=torch.int32), None
         sums = LINEAR_INT8(*given, 1.0, 0, torch.float32, "none", [], "")
     if not (is_exact := bool(sums.eq(255 * 127 * 64).all())):
-        logger.warning("without VNNI, as here, sums of products in int8 overflow: they run in floating point")
+        logger.warning(
+            "without VNNI, as here, oneDNN clamps sums of products in int8: amp_fx has them in floating point"
+        )
     return is_exact
 
 

@@ -18,7 +18,7 @@ from amp_fx.cli.inputs import Loaded, import_callable, load_model, paint, say, w
 from amp_fx.cli.report_commands import add_command
 from amp_fx.errors import AmpFxError
 from amp_fx.exporting.converting import CHOICES
-from amp_fx.exporting.onnx_file import need_onnx, write_onnx
+from amp_fx.exporting.onnx_file import need_onnx, why_not_run, write_onnx
 from amp_fx.graphs.values import tensors
 from amp_fx.placement.devices import builtin
 from amp_fx.placement.measuring import measure
@@ -156,11 +156,8 @@ def export(args: argparse.Namespace) -> None:
     if args.onnx:
         write_onnx(ep, onnx_file)
         print(f"wrote {onnx_file}")
-        if any(value.dtype is torch.bfloat16 for value in ep.state_dict.values()):
-            print(
-                "note: onnxruntime's CPU provider has no bfloat16 kernels and refuses the file (NOT_IMPLEMENTED); "
-                "use --dtype float16 there."
-            )
+        if why := why_not_run(ep):
+            print(f"note: onnxruntime cannot check it here: {why}.")
     if args.aoti:
         package = output.with_suffix(".aoti.pt2")
         compile_package(ep, str(package))

@@ -38,7 +38,11 @@ logger = logging.getLogger(__name__)
 #: name of the plan inside a saved program
 REPORT_FILE = "amp_fx.json"
 #: options that export has and the backend has not -> their values, the default first
-CHOICES = {"weights_beyond_range": ("raise", "clamp", "keep"), "tables": ("tied", "low", "keep")}
+CHOICES = {
+    "weights_beyond_range": ("raise", "clamp", "keep"),
+    "tables": ("tied", "low", "keep"),
+    "int8_range": ("full", "reduced"),
+}
 _SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", "plan", *LEVEL_OPTIONS)
 
 
@@ -90,7 +94,8 @@ def convert(
             ``weights_beyond_range``: ``"raise"``, ``"clamp"`` to the largest value, or ``"keep"`` such a weight and
             the ops that read it in fp32;
             ``tables``: which embedding tables are rounded: one that is also a matmul's weight (``"tied"``, stored
-            once), all (``"low"``), or none (``"keep"``).
+            once), all (``"low"``), or none (``"keep"``);
+            ``int8_range``: ``"reduced"`` has weights in int8 from -64 to 64, for runtimes on x86 without VNNI.
             Weights in fp8 are stored as e4m3 (columns, contracted), with factors (columns, 1) under ``..._fp8_scale``.
 
     Returns:
@@ -165,9 +170,8 @@ def _convert(
         "keep" if opts.numerics == "eager" else own["tables"],
     )
     profile = resolve(opts.profile, device)
-    context = PassContext(
-        opts.policy, opts.numerics, profile, folded=frozenset(weight.name for weight in weights)
-    )
+    names, bits = frozenset(weight.name for weight in weights), 7 if own["int8_range"] == "reduced" else 8
+    context = PassContext(opts.policy, opts.numerics, profile, folded=names, weight_bits=bits)
     given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), fold=fold), ""
     if opts.plan is not None:
         plan = replay(gm, opts, device, given, context)

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from amp_fx._torch import multiplies_int8, quantised_ops
 from amp_fx.errors import ExportError, MissingLibraryError
 from amp_fx.exporting.converting import export
 from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.values import tensors
 
-__all__ = ["export_onnx", "need_onnx", "write_onnx"]
+__all__ = ["export_onnx", "need_onnx", "why_not_run", "write_onnx"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,23 @@ def _has_bfloat16(ep: torch.export.ExportedProgram) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 for value in values)
 
 
+def why_not_run(ep: torch.export.ExportedProgram) -> str:
+    """Why onnxruntime cannot say here that a file is right; empty where it can."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return "onnxruntime is not installed"
+    if _has_bfloat16(ep):
+        return "onnxruntime has kernels in float16 for a CPU, none in bfloat16"
+    rounded = quantised_ops().quantize_per_tensor.default
+    weights = [value for value in tensors((ep.state_dict, ep.constants)) if value.dtype is torch.int8]
+    is_full = any(node.target is rounded for node in ep.graph.nodes) and any(w.gt(64).any() for w in weights)
+    if is_full and not multiplies_int8():
+        return (
+            "without VNNI, as here, onnxruntime clamps sums of products in int8. It is right elsewhere; for CPUs like "
+            "this one export with int8_range='reduced'"
+        )
+    return ""
+
+
 def _compare(
     ep: torch.export.ExportedProgram,
     path: str | os.PathLike[str],
@@ -114,11 +132,8 @@ def _compare(
     kwargs: dict[str, Any],
 ) -> None:
     """Runs the file in onnxruntime, if that is installed, beside the model; ExportError where outputs differ."""
-    if importlib.util.find_spec("onnxruntime") is None:
-        logger.info("%s was not run: onnxruntime is not installed", path)
-        return
-    if _has_bfloat16(ep):
-        logger.info("%s was not run: onnxruntime has no kernels in bfloat16 for a CPU", path)
+    if why := why_not_run(ep):
+        logger.warning("%s was not run: %s", path, why)
         return
     import onnxruntime
 

@@ -60,10 +60,12 @@ class Scaled:
     Attributes:
         level: name of the level, which has a scale for each row.
         in_rows: True if the weight is (columns, contracted), else it is the other way round.
+        bits: of int8 that are used.
     """
 
     level: str
     in_rows: bool
+    bits: int = 8
 
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See :class:`Recipe`."""
@@ -85,6 +87,8 @@ class Scaled:
         level, is_wide = LEVELS[self.level], dtype is torch.float32
         rows = weight if self.in_rows else call(aten.permute.default, weight, [1, 0])
         scale = scale_of(rows, level.dtype, [[-1]], call, powers=level.powers, is_wide=is_wide)
+        if level.dtype is torch.int8 and self.bits < 8:
+            scale = call(aten.mul.Tensor, scale, 2.0 ** (self.bits - 8))
         data, factors = scaled(rows, scale, level.dtype, call)
         return call(aten.clone.default, data, memory_format=torch.contiguous_format), factors
 

@@ -77,7 +77,11 @@ class QuantiseMatmuls(Pass):
     stored: bool = False
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        work: Quantiser = Quantiser(gm.graph) if self.joint else _CapturedQuantiser(gm.graph, self.stored)
+        work: Quantiser = (
+            Quantiser(gm.graph)
+            if self.joint
+            else _CapturedQuantiser(gm.graph, self.stored, context.weight_bits)
+        )
         matmuls = read_matmuls(gm, context, joint=self.joint)
         chosen = [(matmul, found) for matmul in matmuls if (found := matmul.node.meta.get(LEVEL)) is not None]
         for matmul, (level, way, scale) in chosen:
@@ -122,9 +126,9 @@ def _passed_on(node: fx.Node) -> fx.Node | None:
 class _CapturedQuantiser(Quantiser):
     """Adds nodes to one captured graph, in which somebody may write to values, and weights may be stored as copies."""
 
-    def __init__(self, graph: fx.Graph, stored: bool) -> None:
+    def __init__(self, graph: fx.Graph, stored: bool, bits: int) -> None:
         super().__init__(graph)
-        self._stored = stored
+        self._stored, self._bits = stored, bits
         #: storage -> the last node that writes to it
         self._writers = {storage: node for node in graph.nodes for storage in written_storages(node)}
         #: what convolutions read, and otherwise only additions -> the scale and the bytes, once a convolution has them
@@ -229,7 +233,7 @@ class _CapturedQuantiser(Quantiser):
             weight, bias = with_norm(weight, bias, given, [-1, 1, 1, 1], self._call)
             norm.target, norm.args = aten.alias.default, (norm.args[0],)
         rows = self._call(aten.view.default, weight, [weight.meta["val"].shape[0], -1])
-        data, factors = Scaled(level.name, in_rows=True).steps(rows, self._call)
+        data, factors = Scaled(level.name, True, self._bits).steps(rows, self._call)
         return self._call(aten.view.default, data, list(weight.meta["val"].shape)), factors, bias
 
     def _become(self, matmul: Matmul, final: fx.Node) -> None:
@@ -244,7 +248,7 @@ class _CapturedQuantiser(Quantiser):
         held = held_pair(operand.source)
         if held is not None and held[0].meta["val"].dtype is dtype:
             return WithScale(*held)
-        recipe = Scaled(level.name, in_rows=not operand.transposed)
+        recipe = Scaled(level.name, not operand.transposed, self._bits)
         parts = recipe.steps(operand.source, self._call)
         for index, made in enumerate(parts):
             made.meta[PART] = Part(operand.source, recipe, index)
