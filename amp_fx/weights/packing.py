@@ -280,10 +280,13 @@ class _Packer:
 
     def packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether oneDNN packs a weight that multiplies a value."""
+        is_row = weight.ndim == 2 and numel(value) == value.shape[-1]
+        # with one thread it takes less time
+        by_mkl = is_row and torch.get_num_threads() == 1 and torch.backends.mkl.is_available()
         return (
             value.device.type == "cpu"
             and value.dtype is weight.dtype
-            and (self._wide or weight.dtype is not torch.float32)
+            and (weight.dtype is not torch.float32 or (self._wide and not by_mkl))
             and onednn_packs(weight.dtype)
             and numel(value) > 0
         )

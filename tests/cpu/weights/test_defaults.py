@@ -53,6 +53,16 @@ def test_linears_in_fp32_are_packed_and_follow(held: Held, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_row_in_fp32_is_left_to_mkl_with_one_thread(rows: int, held: Held) -> None:
+    run = compiled(nn.Linear(16, 64).eval(), weights="cache")
+    with torch.inference_mode():
+        run(torch.randn(rows, 16))
+    is_left = rows == torch.get_num_threads() == 1 and torch.backends.mkl.is_available()
+    assert (held.bytes() == 0) is is_left
+
+
+@pytest.mark.usefixtures("op_by_op")
 def test_a_matrix_that_is_joined_from_weights_is_packed() -> None:
     matrices = {name: nn.Linear(64, 64, bias=False) for name in ("one", "other")}
     net = Parts(lambda m, x: x @ torch.cat([m.one.weight, m.other.weight, m.one.weight], 1), **matrices)
