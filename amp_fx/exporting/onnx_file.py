@@ -72,7 +72,7 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
     import onnx
 
     opset = _OPSET_OF_BFLOAT16 if _has_bfloat16(ep) else None
-    own = {torch.ops.aten._int_mm.default: _int_mm}
+    own = {torch.ops.aten._int_mm.default: _int_mm, torch.ops.aten.linear.default: _linear}
     try:
         program = torch.onnx.export(
             ep, dynamo=True, verbose=False, opset_version=opset, custom_translation_table=own
@@ -100,6 +100,21 @@ def _int_mm(first: Any, second: Any) -> Any:
 
     ops: Any = opset18
     return ops.Squeeze(ops.MatMulInteger(ops.Unsqueeze(first, [0]), second), [0])
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    """A linear; where its weight is in int8, the bias is added so that onnxruntime does not join it to the product.
+
+    It multiplies in integers only what has no bias in fp32.
+    """
+    from onnxscript import opset18
+    from onnxscript.function_libs.torch_lib.ops.nn import aten_linear
+
+    if (producer := weight.producer()) is None or producer.op_type != "DequantizeLinear" or bias is None:
+        return aten_linear(x, weight, bias)
+    ops: Any = opset18
+    # what has two dimensions is joined where the bias has one or two
+    return ops.Add(aten_linear(x, weight, None), bias if len(x.shape) == 2 else ops.Unsqueeze(bias, [0, 1]))
 
 
 def _has_bfloat16(ep: torch.export.ExportedProgram) -> bool:

@@ -326,6 +326,23 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(
     assert (torch.from_numpy(onnx_result) - got).norm() < 0.01 * got.norm()
 
 
+@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
+def test_onnxruntime_multiplies_linears_in_integers(shape: tuple[int, ...], tmp_path: Path) -> None:
+    layers = nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 8)
+    net, x, path = nn.Sequential(*layers).eval(), torch.rand(shape), tmp_path / "model.onnx"
+    profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
+    plan = calibrated(net, x, dtype="float16", profile=profile).plan(budget=100, verify=False)
+    program = amp_fx.export_onnx(net, (x,), path, plan=plan, dtype="float16", int8_range="reduced")
+    runtime = pytest.importorskip("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level, options.optimized_model_filepath = 3, str(tmp_path / "run.onnx")
+    [found] = runtime.InferenceSession(path, options).run(None, {"input": x.numpy()})
+    assert (torch.from_numpy(found) - (got := program.module()(x))).norm() < 0.01 * got.norm()
+    kinds = [node.op_type for node in importlib.import_module("onnx").load(tmp_path / "run.onnx").graph.node]
+    measured = sum(bool(row.scales) for row in plan.plans[0].nodes)
+    assert measured == sum(kind in ("QGemm", "MatMulIntegerToFloat") for kind in kinds) > 0
+
+
 @pytest.mark.int8
 @pytest.mark.usefixtures("code")
 def test_no_convolution_rounds_a_silu() -> None:
