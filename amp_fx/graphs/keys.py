@@ -1,7 +1,7 @@
 """All keys of ``node.meta`` and ``graph_module.meta`` that are amp_fx's own: what they are on, and what they hold."""
 
 __all__ = [
-    "BUDGET", "CAST_META", "COPY_META", "LABEL", "LEVEL", "MARK", "MAY_ROUND", "OUTPUT_META", "OWN", "PART",
+    "BUDGET", "CAST_META", "COPY_META", "GONE", "LABEL", "LEVEL", "MARK", "MAY_ROUND", "OUTPUT_META", "OWN", "PART",
     "PLAN_META", "PRODUCTS_MARK", "RAN_META", "RECIPE_META", "REGION_META", "RESULT_MARK", "SENSITIVITY", "SOURCE_META",
     "STEP_META", "TIED",
 ]  # fmt: skip
@@ -24,6 +24,8 @@ SOURCE_META = "amp_fx_source"
 LABEL = "amp_fx_label"
 #: cast that amp_fx has inserted -> True
 CAST_META = "amp_fx_cast"
+#: node -> rows of the plan for calls behind it that nothing reads any more
+GONE = "amp_fx_gone"
 #: call that a pass has added to compute what another call did -> True: it has no row in a plan; what it reads counts
 #: as read by the call that reads it
 STEP_META = "amp_fx_step"

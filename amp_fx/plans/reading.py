@@ -15,7 +15,7 @@ from amp_fx._torch import HigherOrderOperator, OpOverload, size_hint
 from amp_fx.errors import did_you_mean
 from amp_fx.graphs.calls import is_cast, is_parameter, output_nodes, source_line, tensor_nodes
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
-from amp_fx.graphs.keys import CAST_META, COPY_META, STEP_META
+from amp_fx.graphs.keys import CAST_META, COPY_META, GONE, STEP_META
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, numel, tensors
 from amp_fx.plans.label import Kind, Label, label_of
@@ -46,6 +46,7 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
         if label is not None and CAST_META not in node.meta and not _is_about_numbers(node):
             results = _connect_body(gm, node, path, aliases)
             plan.nodes.append(node_plan(label, node, flops, path, results))
+        plan.nodes += node.meta.get(GONE, ())
         if is_cast(node) and STEP_META not in node.meta and conversion(node) is not None:
             plan.casts.append(cast_plan(node, path, inserted=CAST_META in node.meta))
     plan.inputs = [replace(each, alias=aliases.get(each.name, each.alias)) for each in plan.inputs]

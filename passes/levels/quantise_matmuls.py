@@ -12,13 +12,14 @@ import torch.fx as fx
 from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.fake_runs import run_fake
-from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
+from amp_fx.graphs.keys import CAST_META, GONE, LEVEL, PART, STEP_META
 from amp_fx.graphs.values import additions_of, is_convolved, is_view, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
 from amp_fx.placement.layout import CAST
 from amp_fx.plans.label import label_of
+from amp_fx.plans.reading import node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import Implementation, Level
 from amp_fx.policy.scaled import Product, dequantised, quantised, whole
@@ -90,16 +91,24 @@ class QuantiseMatmuls(Pass):
             else:
                 work.multiply(matmul, level, way)
         if chosen:
-            work.tidy()
+            work.tidy(context.path)
         return f"{len(chosen)} scaled matmuls read {len(work.copies)} copies"
 
 
-def erase_unread(graph: fx.Graph) -> None:
-    """Erases steps, inserted casts and views that nothing reads."""
+def erase_unread(graph: fx.Graph, path: str = "") -> None:
+    """Erases steps, inserted casts and views that nothing reads; rows of the program's own views stay in the plan.
+
+    It is followed in graphs that have them. ``path`` is the prefix of names in a body.
+    """
     for node in reversed(list(graph.nodes)):
         # an op that writes in place returns a view, too
         is_idle = STEP_META in node.meta or CAST_META in node.meta or is_view(node)
         if is_idle and not node.users and not written_storages(node):
+            label, before = label_of(node), node.prev.meta
+            gone = (
+                [node_plan(label, node, {}, path)] if label is not None and CAST_META not in node.meta else []
+            )
+            before[GONE] = [*gone, *node.meta.get(GONE, ()), *before.get(GONE, ())]
             graph.erase_node(node)
 
 
@@ -134,14 +143,14 @@ class _CapturedQuantiser(Quantiser):
         #: what convolutions read, and otherwise only additions -> the scale and the bytes, once a convolution has them
         self._convolved: dict[fx.Node, Any] = dict.fromkeys(filter(is_convolved, graph.nodes))
 
-    def tidy(self) -> None:
-        """Erases what nothing reads."""
+    def tidy(self, path: str) -> None:
+        """See :meth:`Quantiser.tidy`."""
         for source, (scale, data) in filter(operator.itemgetter(1), self._convolved.items()):
             if set(source.users) - {data, *data.all_input_nodes} == set(additions_of(source)):
                 self._read_bytes(source, scale, data)
         if self._stored:
             self._stay_wide()
-        erase_unread(self._graph)
+        erase_unread(self._graph, path)
 
     def _read_bytes(self, source: fx.Node, scale: tuple[float, int], data: fx.Node) -> None:
         """Additions read the bytes of a value, and if it was pooled, bytes are pooled."""

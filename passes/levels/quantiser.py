@@ -74,8 +74,8 @@ class Quantiser:
             final = way.multiply(given, self._call)
             self._become(matmul, final)
 
-    def tidy(self) -> None:
-        """Erases what nothing reads."""
+    def tidy(self, path: str) -> None:
+        """Erases what nothing reads; ``path`` is the prefix of names in a body."""
         self._graph.eliminate_dead_code()
 
     def _become(self, matmul: Matmul, final: fx.Node) -> None:

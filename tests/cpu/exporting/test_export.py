@@ -278,27 +278,20 @@ def _check(outputs: Tensor, ep: ExportedProgram, model: nn.Module, x: Tensor) ->
         assert _error(outputs, wide) <= _allowed(_error(ep.module()(x), wide))
 
 
-def test_norms_between_low_calls_load_and_run_in_onnxruntime_as_they_were_exported(tmp_path: Path) -> None:
-    import onnx
-
-    model, x = _norms().eval(), torch.randn(4, 3, 12, 12)
-    ep = amp_fx.export(model, (x,), dtype="float16", profile="off")
-    path = _onnx(ep, tmp_path / "model.onnx", optimize=False)
-    onnx.checker.check_model(str(path), full_check=True)
-    _check(_ran(path, x), ep, model, x)
-
-
 @pytest.mark.parametrize(
     "options", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"policy": "int8", "profile": "off"}], ids=str
 )
-def test_a_file_is_written_checked_and_runs_in_openvino(tmp_path: Path, options: Any, caplog: Any) -> None:
+def test_a_file_is_written_checked_and_runs_in_openvino_and_onnxruntime(tmp_path: Path, options: Any, caplog: Any) -> None:
     import openvino
 
     path, model, x = tmp_path / "model.onnx", _norms().eval(), torch.randn(8, 3, 12, 12)
     with caplog.at_level(logging.INFO, "amp_fx.exporting"):
         ep = amp_fx.export_onnx(model, (x,), path, **options)
     # onnxruntime has no kernels for bf16
-    assert ("not run" in caplog.text) == (options.get("dtype") != "float16")
+    is_run = options.get("dtype") == "float16"
+    assert ("not run" in caplog.text) is not is_run
+    if is_run:
+        _check(_ran(path, x), ep, model, x)
     # by itself OpenVINO rounds what the file has in fp32
     run = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     _check(torch.from_numpy(run([x.numpy()])[0]), ep, model, x)

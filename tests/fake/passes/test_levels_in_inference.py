@@ -63,6 +63,21 @@ def test_results_are_as_near_to_fp64_as_e4m3_lets_them(tmp_path: Path, level: st
     assert found.outputs.dtype is torch.float32
 
 
+def test_a_plan_is_followed_where_nothing_reads_a_view_any_more() -> None:
+    def program(x: Tensor, w: Tensor, head: Tensor) -> Tensor:
+        y = x @ w.t()
+        return (y + y.topk(2)[1].sum()) @ head
+
+    given = program, torch.randn(32, 64), torch.randn(64, 64), torch.randn(64, 8)
+    made = rewrite(*given, options={"policy": "int8", "profile": "off"})
+    rows = [row.name for row in made.plan.nodes]
+    # of ``t`` and ``values``
+    assert len({*rows} - {node.name for node in made.gm.graph.nodes}) == 2
+    followed = rewrite(*given, options={"plan": made.plan, "profile": "off"})
+    assert torch.equal(followed.outputs, made.outputs)
+    assert [row.name for row in followed.plan.nodes] == rows
+
+
 @pytest.mark.parametrize(
     ("level", "means"), [("mxfp8", "as autocast"), ("rowwise_gw_hp", "rowwise"), ("tensorwise", "tensorwise")]
 )
