@@ -21,18 +21,18 @@ import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, joint_roles, log_artifact
 from amp_fx.errors import PassError, PlanError
-from amp_fx.graphs.keys import MARK, REGION_META
+from amp_fx.graphs.keys import CAST_META, GONE, MARK, REGION_META
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind, label_of
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.reading import add_graph
+from amp_fx.plans.reading import add_graph, node_plan
 from amp_fx.policy import Policy
 from amp_fx.policy.rules import Rule
 
 __all__ = [
-    "CUSTOM", "Pass", "PassContext", "bodies", "gradients_in", "mark", "mark_because", "marked", "run_in_order",
-    "run_passes",
+    "CUSTOM", "Pass", "PassContext", "bodies", "erase", "gradients_in", "mark", "mark_because", "marked",
+    "run_in_order", "run_passes",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,17 @@ def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
             if isinstance(body, fx.GraphModule) and any(REGION_META in n.meta for n in body.graph.nodes):
                 found[str(source.target)] = body
     return list(found.items())
+
+
+def erase(node: fx.Node, path: str = "") -> None:
+    """Erases what nothing reads; the row of a call of the program stays in the plan, as graphs that follow it have one.
+
+    ``path`` is the prefix of names in a body.
+    """
+    label, before = label_of(node), node.prev.meta
+    gone = [node_plan(label, node, {}, path)] if label is not None and CAST_META not in node.meta else []
+    before[GONE] = [*gone, *node.meta.get(GONE, ()), *before.get(GONE, ())]
+    node.graph.erase_node(node)
 
 
 def mark(node: fx.Node, key: str, name: str) -> None:

@@ -13,7 +13,7 @@ from amp_fx.graphs.calls import argument_value, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import add_call, run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META, TIED
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_pure, is_view, storage_of, storages_written_in
-from amp_fx.passes.base import CUSTOM, Pass, PassContext
+from amp_fx.passes.base import CUSTOM, Pass, PassContext, erase
 from amp_fx.passes.levels.quantise_matmuls import Part, erase_unread
 from amp_fx.plans.label import Kind, Reason, Takes, label_of
 from amp_fx.plans.plan import dtype_name
@@ -81,7 +81,7 @@ class CacheWeights(Pass):
                 "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
             }
             copied.replace_all_uses_with(copy)
-            gm.graph.erase_node(copied)
+            erase(copied)
             placeholders.append(copy)
         if parts:
             erase_unread(gm.graph)
@@ -241,7 +241,7 @@ def _retype(holder: fx.Node, dtype: torch.dtype) -> None:
     for user in list(holder.users):
         if is_cast(user):
             user.replace_all_uses_with(holder)
-            user.graph.erase_node(user)
+            erase(user)
         else:
             _widen_rows(user)
 

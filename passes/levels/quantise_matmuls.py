@@ -12,14 +12,13 @@ import torch.fx as fx
 from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.fake_runs import run_fake
-from amp_fx.graphs.keys import CAST_META, GONE, LEVEL, PART, STEP_META
+from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
 from amp_fx.graphs.values import additions_of, is_convolved, is_view, storage_of, written_storages
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext, erase
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
 from amp_fx.placement.layout import CAST
 from amp_fx.plans.label import label_of
-from amp_fx.plans.reading import node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import Implementation, Level
 from amp_fx.policy.scaled import Product, dequantised, quantised, whole
@@ -96,20 +95,12 @@ class QuantiseMatmuls(Pass):
 
 
 def erase_unread(graph: fx.Graph, path: str = "") -> None:
-    """Erases steps, inserted casts and views that nothing reads; rows of the program's own views stay in the plan.
-
-    It is followed in graphs that have them. ``path`` is the prefix of names in a body.
-    """
+    """Erases steps, inserted casts and views that nothing reads; ``path`` is the prefix of names in a body."""
     for node in reversed(list(graph.nodes)):
         # an op that writes in place returns a view, too
         is_idle = STEP_META in node.meta or CAST_META in node.meta or is_view(node)
         if is_idle and not node.users and not written_storages(node):
-            label, before = label_of(node), node.prev.meta
-            gone = (
-                [node_plan(label, node, {}, path)] if label is not None and CAST_META not in node.meta else []
-            )
-            before[GONE] = [*gone, *node.meta.get(GONE, ()), *before.get(GONE, ())]
-            graph.erase_node(node)
+            erase(node, path)
 
 
 @dataclass(frozen=True)

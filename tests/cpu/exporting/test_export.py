@@ -281,7 +281,9 @@ def _check(outputs: Tensor, ep: ExportedProgram, model: nn.Module, x: Tensor) ->
 @pytest.mark.parametrize(
     "options", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"policy": "int8", "profile": "off"}], ids=str
 )
-def test_a_file_is_written_checked_and_runs_in_openvino_and_onnxruntime(tmp_path: Path, options: Any, caplog: Any) -> None:
+def test_a_file_is_written_checked_and_runs_in_openvino_and_onnxruntime(
+    tmp_path: Path, options: Any, caplog: Any
+) -> None:
     import openvino
 
     path, model, x = tmp_path / "model.onnx", _norms().eval(), torch.randn(8, 3, 12, 12)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from amp_fx import record, rewriting
+from amp_fx import explain, record, rewriting
 from amp_fx.graphs.keys import COPY_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.passes import Given, PassContext, PlaceLevels, captured_passes, run_passes
@@ -76,6 +76,17 @@ def test_a_plan_is_followed_where_nothing_reads_a_view_any_more() -> None:
     followed = rewrite(*given, options={"plan": made.plan, "profile": "off"})
     assert torch.equal(followed.outputs, made.outputs)
     assert [row.name for row in followed.plan.nodes] == rows
+
+
+def test_a_plan_is_followed_where_a_copy_stands_for_a_cast_of_the_program() -> None:
+    net = Parts(lambda m, x: x.bfloat16() @ m.only.weight.bfloat16(), only=nn.Linear(32, 32)).eval()
+    x = torch.randn(4, 32)
+    with without_inductor(), torch.inference_mode():
+        plan = explain(net, x).plan
+        assert [row.op for row in plan.nodes] == ["to.dtype", "to.dtype", "matmul"]
+        torch._dynamo.reset()
+        followed: Any = torch.compile(net, backend="amp_fx", options={"plan": plan, "strict": True})
+        assert torch.equal(followed(x), net(x))
 
 
 @pytest.mark.parametrize(
