@@ -85,7 +85,8 @@ def test_a_plan_is_followed_where_a_copy_stands_for_a_cast_of_the_program() -> N
         plan = explain(net, x).plan
         assert [row.op for row in plan.nodes] == ["to.dtype", "to.dtype", "matmul"]
         torch._dynamo.reset()
-        followed: Any = torch.compile(net, backend="amp_fx", options={"plan": plan, "strict": True})
+        given: Any = {"plan": plan, "strict": True}
+        followed = torch.compile(net, backend="amp_fx", options=given)
         assert torch.equal(followed(x), net(x))
 
 
