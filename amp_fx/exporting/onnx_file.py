@@ -114,7 +114,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
         return aten_linear(x, weight, bias)
     ops: Any = opset18
     # what has two dimensions is joined where the bias has one or two
-    return ops.Add(aten_linear(x, weight, None), bias if len(x.shape) == 2 else ops.Unsqueeze(bias, [0, 1]))
+    return ops.Add(aten_linear(x, weight, None), bias if len(x.shape) < 3 else ops.Unsqueeze(bias, [0, 1]))
 
 
 def _has_bfloat16(ep: torch.export.ExportedProgram) -> bool:
