@@ -21,12 +21,12 @@ import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, joint_roles, log_artifact
 from amp_fx.errors import PassError, PlanError
-from amp_fx.graphs.keys import CAST_META, GONE, MARK, REGION_META
+from amp_fx.graphs.keys import GONE, MARK, REGION_META
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind, label_of
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.reading import add_graph, node_plan
+from amp_fx.plans.reading import add_graph, node_plan, row_label
 from amp_fx.policy import Policy
 from amp_fx.policy.rules import Rule
 
@@ -128,8 +128,8 @@ def erase(node: fx.Node, path: str = "") -> None:
 
     ``path`` is the prefix of names in a body.
     """
-    label, before = label_of(node), node.prev.meta
-    gone = [node_plan(label, node, {}, path)] if label is not None and CAST_META not in node.meta else []
+    label, before = row_label(node), node.prev.meta
+    gone = [] if label is None else [node_plan(label, node, {}, path)]
     before[GONE] = [*gone, *node.meta.get(GONE, ()), *before.get(GONE, ())]
     node.graph.erase_node(node)
 

@@ -21,7 +21,7 @@ from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
-from amp_fx.graphs.values import graph_device, listed_devices
+from amp_fx.graphs.values import graph_device, listed_devices, tensors
 from amp_fx.level_passes import policy_levels
 from amp_fx.passes import FoldWeights, Given, KeepWeights, PassContext, captured_passes, run_passes
 from amp_fx.placement.devices import resolve
@@ -170,6 +170,11 @@ def _convert(
         "keep" if opts.numerics == "eager" else own["tables"],
     )
     profile = resolve(opts.profile, device)
+    if own["int8_range"] == "reduced" and any(v.dtype is torch.int8 for v in tensors(ep.state_dict)):
+        raise OptionsError(
+            "int8_range='reduced' is for weights that the export quantises, and this model holds weights in int8, as "
+            "amp_fx.store_low leaves them. Export the model as it was before, or with int8_range='full'."
+        )
     names, bits = frozenset(weight.name for weight in weights), 7 if own["int8_range"] == "reduced" else 8
     context = PassContext(opts.policy, opts.numerics, profile, folded=names, weight_bits=bits)
     given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), fold=fold), ""

@@ -130,7 +130,9 @@ def why_not_run(ep: torch.export.ExportedProgram) -> str:
         return "onnxruntime has kernels in float16 for a CPU, none in bfloat16"
     rounded = quantised_ops().quantize_per_tensor.default
     weights = [value for value in tensors((ep.state_dict, ep.constants)) if value.dtype is torch.int8]
-    is_full = any(node.target is rounded for node in ep.graph.nodes) and any(w.gt(64).any() for w in weights)
+    is_full = any(node.target is rounded for node in ep.graph.nodes) and any(
+        w.ne(w.clamp(-64, 64)).any() for w in weights
+    )
     if is_full and not multiplies_int8():
         return (
             "without VNNI, as here, onnxruntime clamps sums of products in int8. It is right elsewhere; for CPUs like "

@@ -23,7 +23,7 @@ from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.policy.levels import is_narrow
 
 __all__ = ["add_graph", "cast_plan", "conversion", "input_plan", "is_heard", "listen", "node_plan", "publish"]
-__all__ += ["unused_rules"]
+__all__ += ["row_label", "unused_rules"]
 
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 
@@ -39,17 +39,21 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
     aliases: dict[str, str] = {}
     flops: dict[Any, int] = {}
     for node in gm.graph.nodes:
-        label = label_of(node)
         if node.op == "placeholder" and (given := input_plan(node, path, is_parameter(node))) is not None:
             plan.inputs.append(given)
-        # a cast that was inserted is no call of the program: plans of other dtypes at its ends match without
-        if label is not None and CAST_META not in node.meta and not _is_about_numbers(node):
+        if (label := row_label(node)) is not None:
             results = _connect_body(gm, node, path, aliases)
             plan.nodes.append(node_plan(label, node, flops, path, results))
         plan.nodes += node.meta.get(GONE, ())
         if is_cast(node) and STEP_META not in node.meta and conversion(node) is not None:
             plan.casts.append(cast_plan(node, path, inserted=CAST_META in node.meta))
     plan.inputs = [replace(each, alias=aliases.get(each.name, each.alias)) for each in plan.inputs]
+
+
+def row_label(node: fx.Node) -> Label | None:
+    """The label of a call that has a row in a plan, else None."""
+    # a cast that was inserted is no call of the program: plans of other dtypes at its ends match without
+    return None if CAST_META in node.meta or _is_about_numbers(node) else label_of(node)
 
 
 def node_plan(

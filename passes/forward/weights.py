@@ -174,7 +174,7 @@ class FoldWeights(Pass):
         self.derived.append(([node.name for node in used], derived, taken))
         for node in reversed([*made]):
             if not node.users and (node in used or node.op != "placeholder"):
-                gm.graph.erase_node(node)
+                erase(node)
 
     def _stored_dtype(self, holders: list[fx.Node]) -> torch.dtype | None:
         """The low dtype that serves all readers; None: as it is."""

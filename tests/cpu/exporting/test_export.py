@@ -305,6 +305,13 @@ def test_onnxruntime_adds_biases_to_products_in_int8(tmp_path: Path) -> None:
     _check(_ran(path, x), ep, model, x)
 
 
+def test_weights_that_are_held_in_int8_have_no_reduced_range() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).eval(), torch.randn(32, 64)
+    amp_fx.store_low(model, (x,), options={"policy": "int8", "profile": "off"})
+    with pytest.raises(amp_fx.OptionsError, match="store_low"):
+        amp_fx.export(model, (x,), policy="int8", int8_range="reduced")
+
+
 def test_a_model_that_overflows_in_fp16_has_a_file_whose_results_are_right(tmp_path: Path) -> None:
     # or an error would say so
     amp_fx.export_onnx(Beyond().eval(), (torch.randn(4, 64),), tmp_path / "model.onnx", dtype="float16")
