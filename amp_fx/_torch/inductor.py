@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from amp_fx._torch.tracing import autocast_disabled
 __all__ = [
     "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_mode_options",
     "inductor_option_names", "joint_roles", "lays_out_convolutions", "program_outputs",
-    "replace_inner_compile", "source_hash", "stock_inductor", "traced_anew", "tunes_kernels",
+    "reads_back_in_order", "replace_inner_compile", "source_hash", "stock_inductor", "traced_anew", "tunes_kernels",
     "write_as_it_is",
 ]  # fmt: skip
 
@@ -35,14 +36,50 @@ def compile_with_inductor(
     fp16 (pytorch#153044); ``backward_pass_autocast="off"`` is part of AOTAutograd's cache key.
     """
     # imported late: Inductor's import costs over a second, and a plain `import amp_fx` should not
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor import compile_fx as module
 
     # with a wrapper in C++, compile_fx takes these for the inputs, and they do not say what requires a gradient
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("val", None)
+    # for each graph: the backward may be compiled when it is first called
+    inner_compile = reads_back_in_order()(module.compile_fx_inner)
     with _functorch_config.patch(backward_pass_autocast="off"):
         # typed as what it returns to AOTInductor, too
-        return compile_fx(gm, list(example_inputs), config_patches=config_patches)  # type: ignore[return-value]
+        return module.compile_fx(  # type: ignore[return-value]
+            gm, list(example_inputs), inner_compile=inner_compile, config_patches=config_patches
+        )
+
+
+#: what is patched is of the process
+_reading_back = threading.RLock()
+
+
+@contextlib.contextmanager
+def reads_back_in_order() -> Iterator[None]:
+    """Inside, a Triton kernel waits for all of its threads before it reads what it has written, as from torch 2.14 on.
+
+    Inductor's loops over long rows write a value and read it in the next loop. Where one of them also reads or writes
+    another dtype, Triton lets other threads read an element than have written it, and the value may not be there yet:
+    a norm whose fp32 result is saved and whose bf16 result is returned was wrong on an H200 (pytorch#190519,
+    triton#10924). Tried on 2.11 to 2.13.
+    """
+    if torch.__version__ >= "2.14":
+        yield
+        return
+    from torch._inductor.codegen.common import DeferredLine
+    from torch._inductor.codegen.triton import TritonKernel
+
+    before_access = TritonKernel._handle_pdl_before_access
+
+    def wait_before_access(self: Any, lines: Any, *names: Any, consider_reads: bool = False) -> None:
+        # with consider_reads, the access is a write
+        for name in () if consider_reads else names:
+            if name in self.cse.invalidated_stores:
+                lines.writeline(DeferredLine(name, "tl.debug_barrier()"))
+        before_access(self, lines, *names, consider_reads=consider_reads)
+
+    with _reading_back, mock.patch.object(TritonKernel, "_handle_pdl_before_access", wait_before_access):
+        yield
 
 
 def traced_anew() -> contextlib.AbstractContextManager[Any]:
@@ -54,7 +91,7 @@ def compile_package(ep: torch.export.ExportedProgram, path: str) -> None:
     """Compiles an exported program with AOTInductor into a package at ``path``, which ends in ``.pt2``."""
     import torch._inductor
 
-    with autocast_disabled():
+    with autocast_disabled(), reads_back_in_order():
         torch._inductor.aoti_compile_and_package(ep, package_path=path)
 
 
@@ -84,7 +121,7 @@ def replace_inner_compile(inner_compile: Callable[..., Callable[..., Any]]) -> I
         return original(*args, **kwargs)
 
     with (
-        mock.patch.object(module, "compile_fx", compile_fx),
+        mock.patch.multiple(module, compile_fx=compile_fx, compile_fx_inner=inner_compile),
         inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
         _functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
     ):

@@ -18,7 +18,7 @@ from amp_fx import record
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import Region
 from gpt import GPT, GPTConfig, get_batch, make_corpus
-from graphs import DEFAULTS, dynamo_graph
+from graphs import DEFAULTS, dynamo_graph, op_by_op
 from holding import run_python
 from scaled import OPTIONS, new_scaler
 from versions import IS_2_11, fails_in
@@ -129,6 +129,22 @@ def test_mode_options_and_numerics_reach_inductor(asked: list[Any]) -> None:
         {"triton.cudagraphs": True},
         {"max_autotune": True, "emulate_precision_casts": True},
     ]
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="Inductor sees to it")
+def test_generated_kernels_wait_for_their_threads_also_in_a_backward_that_is_compiled_late() -> None:
+    from torch._inductor.codegen.triton import TritonKernel
+
+    def access() -> object:
+        return vars(TritonKernel)["_handle_pdl_before_access"]
+
+    stock, seen = access(), list[bool]()
+    with op_by_op(lambda _: seen.append(access() is not stock)):
+        result = compiled(lambda x: x @ x.T)(torch.randn(3, 4).requires_grad_())
+        assert seen == [True]
+        result.sum().backward()
+    assert seen == [True, True]
+    assert access() is stock
 
 
 def test_without_gradients_kernels_are_called_from_cpp_unless_options_say_otherwise(asked: list[Any]) -> None:

@@ -64,7 +64,7 @@ def test_weight_gradients_are_not_rounded_to_16_bits() -> None:
 
 @pytest.mark.parametrize("cudnn", [True, False])
 def test_gradients_of_attention_are_near_those_of_fp64(cudnn: bool) -> None:
-    # docs/faq.md: with torch 2.11 on an H200 they are not, those of stock torch.compile neither
+    # docs/faq.md: before torch 2.14, those of stock torch.compile are not
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     try:

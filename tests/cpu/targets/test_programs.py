@@ -137,6 +137,35 @@ def test_a_result_in_fp32_moves_more_than_a_rounded_one_and_less_than_an_fp32_pr
     assert "activation" not in wide.casts
 
 
+def test_what_a_kernel_reads_of_what_it_has_written_was_written_by_all_threads() -> None:
+    # a row of this width is read in loops: the first writes the sum in fp32, the next reads it and writes bf16
+    def program(m: Any, tokens: Tensor) -> Tensor:
+        return m.linear(m.norm(m.tokens(tokens) + m.positions.weight)).square().mean()
+
+    width = 2048
+    parts = {
+        "positions": nn.Embedding(32, width),
+        "norm": nn.LayerNorm(width),
+        "linear": nn.Linear(width, 64),
+    }
+    codes = sources(
+        traced(Parts(program, tokens=nn.Embedding(64, width), **parts), torch.randint(64, (4, 32)))
+    )
+    read_back = [between for code in codes for between in written_then_read(code.text)]
+    assert read_back
+    assert all("tl.debug_barrier()" in between for between in read_back)
+
+
+def written_then_read(text: str) -> list[str]:
+    """The lines between each value that a kernel writes and its reading of the same, of all kernels in some code."""
+    found = []
+    for kernel in re.findall(r"@triton\.jit\ndef triton_.*?'''", text, re.DOTALL):
+        for load in re.finditer(r"tl\.load\((\w+) \+", kernel):
+            _, write, between = kernel[: load.start()].rpartition(f"tl.store({load[1]} +")
+            found += [between] if write else []
+    return found
+
+
 def test_batched_products_return_fp32() -> None:
     args = [torch.randn(4, 64, 64, requires_grad=True) for _ in range(2)]
     given = {**OFF, "policy": {"rules": [{"op": "bmm", "precision": "low", "result": "fp32"}]}}
