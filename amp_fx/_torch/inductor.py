@@ -61,15 +61,13 @@ def reads_back_in_order() -> Iterator[None]:
     Inductor's loops over long rows write a value and read it in the next loop. Where one of them also reads or writes
     another dtype, Triton lets other threads read an element than have written it, and the value may not be there yet:
     a norm whose fp32 result is saved and whose bf16 result is returned was wrong on an H200 (pytorch#190519,
-    triton#10924). Tried on 2.11 to 2.13.
+    triton#10924). Tried on 2.11 and 2.13.
     """
     if torch.__version__ >= "2.14":
         yield
         return
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.triton import TritonKernel
-
-    before_access = TritonKernel._handle_pdl_before_access
 
     def wait_before_access(self: Any, lines: Any, *names: Any, consider_reads: bool = False) -> None:
         # with consider_reads, the access is a write
@@ -78,8 +76,10 @@ def reads_back_in_order() -> Iterator[None]:
                 lines.writeline(DeferredLine(name, "tl.debug_barrier()"))
         before_access(self, lines, *names, consider_reads=consider_reads)
 
-    with _reading_back, mock.patch.object(TritonKernel, "_handle_pdl_before_access", wait_before_access):
-        yield
+    with _reading_back:
+        before_access = TritonKernel._handle_pdl_before_access
+        with mock.patch.object(TritonKernel, "_handle_pdl_before_access", wait_before_access):
+            yield
 
 
 def traced_anew() -> contextlib.AbstractContextManager[Any]:
