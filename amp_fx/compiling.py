@@ -286,8 +286,10 @@ def lower(
 
 def lower_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable[..., Any]:
     """Compiles a graph with Inductor, and runs none of amp_fx's passes on it."""
+    # a pass that does nothing: kernels that stock torch.compile has left in a cache do not wait for their threads
+    alone = graph_pass("post_grad", _sources(), lambda _: None, opts.inductor)
     with autocast_shield():
-        return compile_with_inductor(gm, example_inputs, dict(opts.inductor))
+        return compile_with_inductor(gm, example_inputs, {**opts.inductor, **alone})
 
 
 def _hook(stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], opts: Options) -> dict[str, Any]:

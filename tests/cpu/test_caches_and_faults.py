@@ -21,6 +21,7 @@ import amp_fx.compiling
 import combinations
 from amp_fx import GradScaler, record
 from amp_fx.passes.forward import classify
+from amp_fx.settings import Options
 from combinations import Row
 from combined_runs import STEPS
 from graphs import DEFAULTS, without_inductor
@@ -58,6 +59,22 @@ def test_the_same_options_share_an_entry_and_different_decisions_never_do() -> N
         with other:
             assert cache_events() == missed
         assert cache_events() == hit
+
+
+def test_a_fallback_takes_no_kernels_that_stock_torch_compile_has_left_in_a_cache() -> None:
+    # before torch 2.14 those do not wait before they read what they have written
+    def alone(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        return amp_fx.compiling.lower_as_it_is(gm, inputs, Options.parse(None, {}))
+
+    found = []
+    with fresh_cache():
+        for backend in ("inductor", "inductor", alone, alone):
+            torch._dynamo.reset()
+            counters.clear()
+            torch.compile(program, backend=backend)(torch.ones(8, 8), torch.ones(8, 8))
+            found.append(counters["aot_autograd"]["autograd_cache_hit"])
+            found.append(counters["inductor"]["fxgraph_cache_hit"])
+    assert found == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("how", ["bf16", "int8", "stored low", "convolutions"])
