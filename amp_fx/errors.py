@@ -45,7 +45,7 @@ class TargetError(AmpFxError, ValueError):
 
 
 class MissingLibraryError(AmpFxError, ModuleNotFoundError):
-    """``amp_fx.integrations.x`` is imported without the library x."""
+    """A library that ``amp_fx.integrations`` or ``amp_fx.export_onnx`` needs is not installed."""
 
 
 class WeightsError(AmpFxError):

@@ -146,7 +146,7 @@ def _check(level: Level, opts: Options, device: str, matmuls: int) -> None:
     if device == "cuda" and not has_rate:
         raise PlanError(f"{what}, which cuda {builtin(device).name} does not have; make a plan for it.")
     if not multiplies(level, device, opts.level):
-        raise PlanError(f"{what}, by which this {device} does not multiply; make a plan for another one.")
+        raise PlanError(f"{what}, which this {device} does not run; make a plan for this device.")
     if not has_rate:
         logger.info("the plan runs %d matmuls in %s, which a %s emulates", matmuls, level.policy, device)
 

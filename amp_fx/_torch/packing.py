@@ -98,7 +98,7 @@ def multiplies_int8() -> bool:
         sums = LINEAR_INT8(*given, 1.0, 0, torch.float32, "none", [], "")
     if not (is_exact := bool(sums.eq(255 * 127 * 64).all())):
         logger.warning(
-            "without VNNI, as here, oneDNN clamps sums of products in int8: amp_fx has them in floating point"
+            "oneDNN clamps sums of int8 products on this CPU (no VNNI): amp_fx multiplies in floating point"
         )
     return is_exact
 

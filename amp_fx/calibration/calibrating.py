@@ -173,7 +173,10 @@ class _Graphs:
                 self._meters.append(meter)
                 measure(step, meter, compiled, probes)
         if not self.traced:
-            raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was measured.")
+            raise AmpFxError(
+                "Dynamo made no graph that amp_fx rewrites; nothing was measured. "
+                "amp_fx.explain(model, *args) says why."
+            )
 
     def _scales(self, steps: Sequence[Step], compiled: Any) -> dict[tuple[int, str], tuple[float, int]]:
         """Scales of what calls read in a level that has an implementation for such; in one forward of each step."""

@@ -192,8 +192,8 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) 
         _probe(meter, used, norm, [*parameters, *meter.leaves], step.seed or 0, probes)
     for graph in meter.returned - meter.reached:
         logger.warning(
-            "what graph number %d of the program returns reaches no output by code that is traced: what it rounds is "
-            "not known, and it is planned as torch.autocast has it",
+            "no traced code leads from graph number %d to an output: what its rounding does is not known, and it is "
+            "planned as under torch.autocast",
             graph,
         )
 

@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
     add("--figure", metavar="FILE", help="write the frontier as .png, .svg or .html")
     add("--budget", default="autocast", type=_budget, help=f"of --plan ({default})")
     add("--plan", metavar="FILE", help="write the cheapest plan within the budget")
-    add("--minimise", choices=MINIMISED, default=TIME, help=f"what --plan is the cheapest in ({default})")
+    add("--minimise", choices=MINIMISED, default=TIME, help=f"what --plan minimises ({default})")
     add("--no-verify", action="store_true", help="do not check the plan by a compiled step")
 
     add_command(commands, targets, "--json")
@@ -80,8 +80,8 @@ def calibrate(args: argparse.Namespace) -> None:
 
     {model}; the model returns its loss or has it in .loss, otherwise --loss names
     a callable that takes what the model returns. Give a checkpoint that has been trained for a while.
-    With --of outputs, what the model returns is judged itself, as it is called without gradients; a callable picks
-    what counts of that.
+    With --of outputs, the model is called without gradients, and the error of what it returns is judged; with a
+    callable, that of what the callable picks.
     --batches names a callable that returns one batch (a tuple or a dictionary) or several; default: the model's
     inputs. --budget is "autocast", or a number: times torch.autocast's error. With --policy fp8, or with outputs
     --policy int8, matmuls are measured in that, too, and a budget above 1 is spent on them. With --plan, the plan is
@@ -233,8 +233,8 @@ def _rate(profile: DeviceProfile, dtype: str) -> str:
 def targets(args: argparse.Namespace) -> None:
     """List the GPUs that need not be in this machine.
 
-    Published numbers, as the cost model has them before it takes off what is not reached. Attention, padding and
-    tuning are assumed; see docs/targets.md.
+    Published numbers, of which the cost model takes 0.8. How attention runs, padding and tuning are assumed; see
+    docs/targets.md.
 
     Examples:
       %(prog)s

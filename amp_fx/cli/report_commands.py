@@ -160,7 +160,7 @@ def diff(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Say in which module a compiled run leaves fp32, and what would mend it.
+    """Name the module where a compiled run departs from fp32, and what would mend it.
 
     {model}. With a loss, gradients are compared, too: the model returns it or has it in .loss,
     otherwise --loss names a callable that takes what the model returns.

@@ -51,7 +51,7 @@ def compare(
     seed: int = 0,
     **kwargs: Any,
 ) -> Comparison:
-    """Says where a compiled run leaves a reference: how far results and gradients of every module are from it.
+    """Says where a compiled run departs from a reference: how far results and gradients of every module are from it.
 
     The model is compiled as ``torch.compile(model, backend="amp_fx", options=options)`` compiles it, but for random
     numbers, which are those of eager PyTorch (``fallback_random``). Its graphs return the values that go from module
@@ -206,7 +206,10 @@ class _Boundaries:
             traced, reference = self.traced(every_call=False)
         self.graphs = traced.graphs
         if not self.graphs:
-            raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was compared.")
+            raise AmpFxError(
+                "Dynamo made no graph that amp_fx rewrites; nothing was compared. "
+                "amp_fx.explain(model, *args) says why."
+            )
         if isinstance(self.against, Mapping):
             with apart():
                 opts = without_scaler(self.against)

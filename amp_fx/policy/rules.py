@@ -33,7 +33,7 @@ __all__ = ["BASES", "BELOW", "IMPLEMENTATIONS", "PRECISIONS", "PRESETS", "RESULT
 BASES = {
     "autocast": "the numerics of torch.autocast on that device, with cheaper casts",
     "fast": "as autocast, but sums of mixed precision may be stored low, and nothing is saved twice",
-    "fp8": "as autocast, and low matmuls run in fp8 in training where the device gains from it",
+    "fp8": "as autocast, and low matmuls run in fp8 where the device gains from it",
     "int8": "as autocast, and without gradients linears run in int8 where the device gains from it",
 }
 

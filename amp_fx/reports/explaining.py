@@ -86,9 +86,9 @@ def explain(
         *args: of one call. One tuple or mapping is a batch, whose parts are the arguments.
         options: as in ``torch.compile(model, backend="amp_fx", options=...)``.
         target: a GPU that need not be in this machine, ``"cuda:h100"``; ``amp-fx targets`` lists them. None: the device
-            that the model is on. What is no string is the model's own argument of that name.
+            that the model is on. Any other value is passed to the model as ``target``.
         sensitivity: what :func:`amp_fx.calibrate` found, or the path of its file: every call's reason says what
-            rounding it costs, and pictures are coloured by it. Anything else is the model's own argument of that name.
+            rounding it costs, and pictures are coloured by it. Anything else is passed to the model as ``sensitivity``.
         **kwargs: of one call.
 
     Raises:

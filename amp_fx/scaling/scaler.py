@@ -47,7 +47,7 @@ class _Here:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Loss scaling for graphs of amp_fx; where there is none, ``torch.amp.GradScaler`` itself.
+    """Loss scaling for graphs of amp_fx; without such a graph it does what ``torch.amp.GradScaler`` does.
 
     The loop is that of torch: ``scale(loss).backward()``, perhaps ``unscale_(optimizer)`` and clipping,
     ``step(optimizer)``, ``update()``. The state dict has torch's keys, and loads both ways.
