@@ -31,7 +31,7 @@ from amp_fx._torch import (
     tunes_kernels,
 )
 from amp_fx.errors import PassError
-from amp_fx.graphs.calls import dotted_path
+from amp_fx.graphs.calls import add_input, dotted_path
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
 from amp_fx.graphs.keys import LEVEL, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
@@ -217,11 +217,7 @@ class ScaledGraph:
         inputs = extended.graph.find_nodes(op="placeholder")
         examples = (node.meta.get("example_value", node.meta.get("val")) for node in inputs)
         scale = self._fake_scale(next(value.fake_mode for value in examples if isinstance(value, FakeTensor)))
-        with extended.graph.inserting_after(inputs[-1]):
-            placeholder = extended.graph.placeholder("amp_fx_scale")
-        placeholder.meta.update(val=scale, example_value=scale)
-        # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
-        placeholder._dynamo_source = None  # type: ignore[attr-defined]
+        add_input(inputs[-1], "amp_fx_scale", scale)
         extended.recompile()
         return extended, [*example_inputs, scale]
 

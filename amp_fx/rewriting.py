@@ -37,7 +37,7 @@ from amp_fx.settings import Options
 from amp_fx.weights.graphs import weight_inputs
 from amp_fx.widened import widenings
 
-__all__ = ["add_autocast", "replay", "rewrite"]
+__all__ = ["add_autocast", "outline_of", "replay", "rewrite"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], 
 
 def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, context: PassContext) -> Plan:
     """Runs the passes with the decisions of that plan in the options that was made for this graph, or PlanError."""
-    outline = _outline(captured, context)
+    outline = outline_of(captured, context)
     chosen = choose_plan(opts.plan or (), outline)
     # a step and a call without gradients multiply in levels of their own
     follows = chosen.training is context.training
@@ -146,7 +146,7 @@ def _place_by_sensitivity(
     context: PassContext,
 ) -> Plan:
     """Runs the passes with what was measured of this graph."""
-    outline = _outline(captured, context)
+    outline = outline_of(captured, context)
     try:
         calls = sensitivity.graph(outline).renamed(outline)
     except PlanError:
@@ -176,7 +176,7 @@ def _left_below(captured: fx.GraphModule, rows: Mapping[str, CallSensitivity], b
     return Budget(sensitivities, max(budget**2 * autocast - spent, 0.0))
 
 
-def _outline(captured: fx.GraphModule, context: PassContext) -> Plan:
+def outline_of(captured: fx.GraphModule, context: PassContext) -> Plan:
     """The graph's calls with their classes: what plans and sensitivity are matched with."""
     outline = run_passes(captured, OUTLINE, context)
     outline.graph, outline.training = compile_id(), context.training

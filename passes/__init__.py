@@ -39,7 +39,7 @@ from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.policy.table import device_row
 
 __all__ = [
-    "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
+    "OUTLINE", "PARTITIONED", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
     "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts",
     "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext",
     "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
@@ -93,10 +93,6 @@ def captured_passes(given: Given) -> tuple[Pass, ...]:
     if given.mark is not None:
         passes.append(given.mark)
     return tuple(passes)
-
-
-#: the passes on a captured graph where nothing is given
-PIPELINE = captured_passes(Given())
 
 
 def joint_passes(

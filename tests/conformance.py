@@ -36,6 +36,7 @@ import amp_fx.rewriting
 from amp_fx import CaptureError, PassError
 from amp_fx._torch import FakeTensorMode, autocast_disabled, enable_autocast
 from amp_fx.graphs.regions import Region
+from amp_fx.graphs.values import tensors
 from amp_fx.settings import Options
 from ops import ASKED, LOW, arguments, on_device, overload
 
@@ -139,7 +140,7 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if name not in _MOVES:
-            dtypes = [t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()]
+            dtypes = [t.dtype for t in tensors((args, kwargs)) if t.is_floating_point()]
             told = (kwargs or {}).get("dtype")
             if name in ("_softmax", "_log_softmax") and args[2]:
                 # half_to_float: reads fp16, computes and returns fp32
@@ -177,7 +178,7 @@ def answer(call: Call) -> Answer | None:
             return Answer(call, (f"not rewritten: {error}",))
         with _Kernels() as ours, autocast_disabled():
             torch.manual_seed(0)
-            got = rewritten(*_tensors((args, kwargs)))
+            got = rewritten(*tensors((args, kwargs)))
     return Answer(call, tuple(_differences(call, got, wanted, ours.seen, theirs.seen)))
 
 
@@ -222,10 +223,6 @@ def _rewritten(call: Call, args: Any, kwargs: Any) -> fx.GraphModule:
     options = Options(call.low, numerics="eager", profile="off", strict=True)
     with enable_autocast(call.device, True, call.low):
         return amp_fx.rewriting.rewrite(gm, ambient, options)[0]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 # ---- telling ----

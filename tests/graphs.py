@@ -25,7 +25,7 @@ from amp_fx._torch import autocast_disabled, enable_autocast, replace_inner_comp
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
-from amp_fx.passes import PIPELINE, Pass, PassContext, run_passes
+from amp_fx.passes import Given, Pass, PassContext, captured_passes, run_passes
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.settings import Options
 
@@ -33,6 +33,9 @@ Program = Callable[..., Any]
 
 #: graphs here are far too small to gain anything from low precision, so no device profile may decide
 DEFAULTS: Mapping[str, Any] = {"profile": "off", "strict": True}
+
+#: the passes on a captured graph where nothing is given
+PIPELINE = captured_passes(Given())
 
 _SHORT = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 

@@ -205,9 +205,14 @@ def exact_gradients(model: nn.Module, args: Sequence[Any]) -> list[Tensor]:
 
 
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Relative error of all gradients together."""
+    """Relative error of all tensors together."""
     wrong = sum((p.double() - q).square().sum() for p, q in zip(found, exact, strict=True))
     return math.sqrt(wrong / sum(q.square().sum() for q in exact))
+
+
+def error_of(found: Tensor, exact: Tensor) -> float:
+    """The same of one value."""
+    return error([found.detach()], [exact.detach().double()])
 
 
 def gpt(layers: int = 4) -> tuple[nn.Module, list[Tensor]]:

@@ -143,5 +143,5 @@ DIFFERS: dict[tuple[str, str], str] = {
 }
 
 
-EVERY_ROW = [(device, name) for device in LOW for name in table.all_names(device)]
+EVERY_ROW = [(device, name) for device in LOW for name in table.rows_of(device)]
 ASKED = [(device, name) for device, name in EVERY_ROW if name not in NOT_ASKED[device]]

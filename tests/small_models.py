@@ -205,3 +205,17 @@ def near_autocast(got: Tensor, model: nn.Module, x: Tensor, most: float = 1.1, l
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         limit = (first(model(x)) - exact).norm()
     return got.dtype is torch.float32 and bool(least * limit <= (got - exact).norm() <= most * limit)
+
+
+class Recurrent(nn.Module):
+    """Dynamo gives up a function that touches an LSTM; ``late``: only from there on."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late, self.first = late, nn.Linear(8, 8)
+        self.cell, self.last = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late:
+            x = self.first(x).relu()
+        return self.last(self.cell(x)[0])

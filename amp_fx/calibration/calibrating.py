@@ -24,7 +24,7 @@ from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import listed_devices
-from amp_fx.passes import OUTLINE, PassContext, run_passes
+from amp_fx.passes import PassContext
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost, auto_level
 from amp_fx.placement.profile import DeviceProfile
@@ -33,6 +33,7 @@ from amp_fx.plans.plan_files import counterparts, moved_nodes
 from amp_fx.plans.sensitivity import GRADIENTS, OF, OUTPUTS, GraphSensitivity, Sensitivity, combined
 from amp_fx.policy.levels import Level, levels_of
 from amp_fx.reports.step import Step, apart
+from amp_fx.rewriting import outline_of
 from amp_fx.scaling import find_scaler
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
@@ -213,8 +214,7 @@ class _Graphs:
         except CaptureError as error:
             logger.warning("graph %s is not measured: %s", compile_id(), error)
             return gm.forward
-        measured = run_passes(captured, OUTLINE, PassContext(self._opts.policy, training=self._training))
-        measured.graph, measured.training = compile_id(), self._training
+        measured = outline_of(captured, PassContext(self._opts.policy, training=self._training))
         measured.graph_break = graph_break(gm)
         number = len(self.traced)
         graph, outline = MeasuredGraph(gm, ambient, measured.graph, self._training), measured

@@ -22,15 +22,12 @@ import torch
 from torch import Tensor
 
 from amp_fx.calibration.meter import Meter
-from amp_fx.calibration.ranges import requantised, sample_stride
+from amp_fx.calibration.ranges import Call, requantised, sample_stride
 from amp_fx.plans.sensitivity import MEASURED, PROBABILITIES, RESULT, SCORES
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT, Level, Scale
 from amp_fx.policy.scaled import run, scale_of, scaled
 
 __all__ = ["attend", "convolve", "multiply", "scaled_error"]
-
-#: number of the graph, name of the call
-Call = tuple[int, str]
 
 
 def attend(

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, replace_inner_compile
 from amp_fx.graphs.capture import capture
-from amp_fx.graphs.regions import Region, ambient_regions
+from amp_fx.graphs.regions import Regions, ambient_regions
 from amp_fx.graphs.values import graph_device, tensors
 from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, PlaceLevels, run_passes
 from amp_fx.passes.base import bodies, run_in_order
@@ -34,8 +34,6 @@ from amp_fx.targets.tracing import TracedGraph, on_target
 from amp_fx.weights.graphs import weight_inputs
 
 __all__ = ["Below", "MeasuredGraph", "TargetGraph", "read_matmuls", "there"]
-
-Ambient = Mapping[str, Region]
 
 
 class Second(NamedTuple):
@@ -56,7 +54,7 @@ Below = Callable[[Mapping[str, tuple[float, int]]], Second]
 def read_matmuls(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    ambient: Ambient,
+    ambient: Regions,
     opts: Options,
     cost: LevelCost,
     names: Mapping[str, str],
@@ -105,7 +103,7 @@ class MeasuredGraph:
     """One graph of a model, as Dynamo made it, with the autocast state at its entry."""
 
     gm: fx.GraphModule
-    ambient: Ambient
+    ambient: Regions
     name: str
     #: False where what is planned is called without gradients, with weights of which copies are kept
     training: bool = True
@@ -176,18 +174,18 @@ def there(function: Callable[..., Any], traced: TracedGraph, low: torch.dtype, *
         return replace(traced, gm=found) if isinstance(found, fx.GraphModule) else found
 
 
-def _outline(gm: fx.GraphModule, ambient: Ambient, context: PassContext) -> Plan:
+def _outline(gm: fx.GraphModule, ambient: Regions, context: PassContext) -> Plan:
     return run_passes(capture(gm, ambient), OUTLINE, context)
 
 
 def _plan(
-    gm: fx.GraphModule, ambient: Ambient, opts: Options, placement: Placement | None, training: bool
+    gm: fx.GraphModule, ambient: Regions, opts: Options, placement: Placement | None, training: bool
 ) -> Plan:
     with torch.set_grad_enabled(training):
         return rewrite(gm, ambient, opts, training=training, placement=placement)[1]
 
 
-def _constrained(gm: fx.GraphModule, ambient: Ambient, context: PassContext) -> fx.GraphModule:
+def _constrained(gm: fx.GraphModule, ambient: Regions, context: PassContext) -> fx.GraphModule:
     """The graph and the bodies inside it, classified, with hazards pinned."""
     captured = capture(gm, ambient)
     for body, inside in _bodies(captured, context):

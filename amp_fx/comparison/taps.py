@@ -27,7 +27,7 @@ from torch import Tensor
 
 from amp_fx._torch import FakeTensor, known_sizes, size_hint, size_with
 from amp_fx.calibration.ranges import sample_stride
-from amp_fx.graphs.calls import grad_modes, is_gradient_call, is_parameter, module_path
+from amp_fx.graphs.calls import add_input, grad_modes, is_gradient_call, is_parameter, module_path
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.values import is_eligible, numel, storage_of, written_storages
 
@@ -114,7 +114,7 @@ def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, grad
         with gm.graph.inserting_before(first if node.op == "placeholder" else node.next):
             value = node
             if node in differentiable:
-                last = _zero(gm.graph, node.meta["val"], last, len(zeros))
+                last = _zero(node.meta["val"], last, len(zeros))
                 zeros[node.name] = last.meta["val"]
                 readers = set(node.users)
                 value = add_call(gm.graph, aten.add.Tensor, node, last)
@@ -127,16 +127,11 @@ def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, grad
     return Taps(tuple(node.name for node in taken), zeros, inputs)
 
 
-def _zero(graph: fx.Graph, like: FakeTensor, last: fx.Node, number: int) -> fx.Node:
+def _zero(like: FakeTensor, last: fx.Node, number: int) -> fx.Node:
     """An input that is added to a value: its gradient is that of the value."""
     with like.fake_mode:
         zero = torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape).requires_grad_()
-    with graph.inserting_after(last):
-        placeholder = graph.placeholder(f"amp_fx_zero_{number}")
-    placeholder.meta.update(val=zero, example_value=zero)
-    # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
-    placeholder._dynamo_source = None  # type: ignore[attr-defined]
-    return placeholder
+    return add_input(last, f"amp_fx_zero_{number}", zero)
 
 
 def _results(graph: fx.Graph, value: fx.Node, stride: int) -> tuple[fx.Node, fx.Node]:

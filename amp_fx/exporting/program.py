@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_fx.errors import InputError, OptionsError
-from amp_fx.graphs.calls import output_nodes
+from amp_fx.graphs.calls import origin, output_nodes
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.keys import CAST_META, COPY_META, OUTPUT_META, OWN, RECIPE_META, REGION_META
 from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, tensors
@@ -166,8 +166,7 @@ def _first_call(graph: fx.Graph) -> fx.Node:
 
 def _cast(node: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
     neighbour = next((user for user in node.users if REGION_META in user.meta), node)
-    kept = {key: neighbour.meta[key] for key in ("nn_module_stack", "stack_trace") if key in neighbour.meta}
-    meta = {**kept, CAST_META: True, REGION_META: neighbour.meta.get(REGION_META, {})}
+    meta = {**origin(neighbour), CAST_META: True, REGION_META: neighbour.meta.get(REGION_META, {})}
     with node.graph.inserting_before(before):
         return add_call(node.graph, torch.ops.aten.to.dtype, node, dtype, meta=meta)
 

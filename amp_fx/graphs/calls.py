@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from amp_fx._torch import OpOverload
 from amp_fx.state import cache_results
 
 __all__ = [
-    "args_of", "argument_value", "arguments", "class_name", "convolution_settings", "differentiated", "dotted_path",
-    "grad_modes", "is_cast", "is_gradient_call", "is_leaf_call", "is_parameter", "is_returned", "module_path",
-    "output_nodes", "pad_by_numbers", "readers", "short_source", "source_line", "target_name", "tensor_arguments",
-    "tensor_nodes", "where",
+    "add_input", "args_of", "argument_value", "arguments", "class_name", "convolution_settings", "differentiated",
+    "dotted_path", "grad_modes", "graph_inputs_of", "is_cast", "is_gradient_call", "is_leaf_call", "is_parameter",
+    "is_returned", "module_path", "origin", "output_nodes", "pad_by_numbers", "readers", "short_source",
+    "source_line", "target_name", "tensor_arguments", "tensor_nodes", "where",
 ]  # fmt: skip
 
 
@@ -56,6 +56,36 @@ def convolution_settings(node: fx.Node) -> dict[str, Any]:
 
     names = [name for name in given if name not in _TENSORS]
     return {name: given[name] if name == "groups" else spread(given[name]) for name in names}
+
+
+def add_input(
+    after: fx.Node, name: str, value: Any, meta: Mapping[str, Any] | None = None, *, stays: bool = False
+) -> fx.Node:
+    """One more input, behind another one; ``stays``: where it lives does not change, which CUDA graphs want to know."""
+    with after.graph.inserting_after(after):
+        added = after.graph.placeholder(name)
+    static = {"tensor_dict": {"_dynamo_static_input_type": "unguarded"}} if stays else {}
+    added.meta.update(val=value, example_value=value, **static, **(meta or {}))
+    # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
+    added._dynamo_source = None  # type: ignore[attr-defined]
+    return added
+
+
+def graph_inputs_of(value: fx.Node) -> Iterator[fx.Node]:
+    """The inputs of the graph that a value is computed from, each once."""
+    seen, stack = set[fx.Node](), [value]
+    while stack:
+        if (each := stack.pop()) in seen:
+            continue
+        seen.add(each)
+        if each.op == "placeholder":
+            yield each
+        stack += reversed(each.all_input_nodes)
+
+
+def origin(node: fx.Node) -> dict[str, Any]:
+    """What says where a node is in the program."""
+    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
 
 def tensor_nodes(value: Any) -> list[fx.Node]:

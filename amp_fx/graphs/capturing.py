@@ -32,9 +32,9 @@ from amp_fx._torch import (
     track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import is_gradient_call, is_leaf_call, target_name, where
+from amp_fx.graphs.calls import is_gradient_call, is_leaf_call, origin, target_name, where
 from amp_fx.graphs.keys import REGION_META
-from amp_fx.graphs.regions import Regions, is_autocast_call, node_regions
+from amp_fx.graphs.regions import EXIT, Regions, is_autocast_call, node_regions
 from amp_fx.graphs.values import tensors
 
 __all__ = ["INLINED", "OPAQUE_BODIES", "CapturingInterpreter", "fake_mode_of", "stand_in"]
@@ -133,7 +133,7 @@ class CapturingInterpreter(fx.Interpreter):
         return tree_map(self._leave_raw, found) if self._has_raw else found
 
     def _switch_autocast(self, n: fx.Node) -> Any:
-        if n.target is torch.amp.autocast_mode._exit_autocast:
+        if n.target is EXIT:
             self._open.pop(n.args[0]).close()  # type: ignore[index]  # the node that entered
             return None
         device_type = str(n.args[0])
@@ -162,7 +162,7 @@ class CapturingInterpreter(fx.Interpreter):
             raise CaptureError(f"{n.name} ({where(n)}) has no fake value")
         args, kwargs = tree_map(self._to_proxy, self._arguments(n))
         proxy = self._tracer.create_proxy("call_function", n.target, args, kwargs, name=n.name)
-        proxy.node.meta.update(_origin(n))
+        proxy.node.meta.update(origin(n))
         return track_tensor_tree(n.meta["example_value"], proxy, constant=None, tracer=self._tracer)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,7 +183,7 @@ class CapturingInterpreter(fx.Interpreter):
         args, kwargs = tree_map(self._to_proxy, self.fetch_args_kwargs_from_env(n))
         proxy = self._tracer.create_proxy(n.op, n.target, args, kwargs, name=n.name)
         example = n.meta.get("example_value")
-        proxy.node.meta.update(_origin(n))
+        proxy.node.meta.update(origin(n))
         if not any(is_functorch_wrapped(leaf) for leaf in tree_leaves(example)):
             with disable_proxy_modes_tracing():
                 proxy.node.meta["val"] = tree_map(stand_in, example)
@@ -229,11 +229,6 @@ def _check_rule(n: fx.Node, regions: Regions) -> None:
     by_user = [device for device, region in regions.items() if region.by_user and region.enabled]
     if any(has_autocast_rule(n.target, device) for device in by_user):
         raise CaptureError(f"{n.target} has an autocast rule of its own, inside torch.autocast ({where(n)})")
-
-
-def _origin(n: fx.Node) -> dict[str, Any]:
-    """Where a node is in the program."""
-    return {key: n.meta[key] for key in ("stack_trace", "nn_module_stack") if key in n.meta}
 
 
 def is_distributed(value: object) -> bool:

@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import output_nodes, pad_by_numbers, where
+from amp_fx.graphs.calls import origin, output_nodes, pad_by_numbers, where
 from amp_fx.graphs.capture import OPAQUE_BODIES
 from amp_fx.graphs.fake_runs import add_call, dtype_under_autocast, fake_arguments
 from amp_fx.graphs.keys import OUTPUT_META, REGION_META
@@ -116,8 +116,8 @@ class _Splice:
         value = operand.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or operand in self._detached:
             return operand
-        origin = {key: operand.meta[key] for key in ("nn_module_stack", "stack_trace") if key in operand.meta}
-        detached = add_call(self._graph, aten.detach.default, operand, meta={**origin, REGION_META: region})
+        meta = {**origin(operand), REGION_META: region}
+        detached = add_call(self._graph, aten.detach.default, operand, meta=meta)
         self._detached[detached] = operand
         return detached
 
@@ -129,9 +129,7 @@ class _Splice:
         return self._detached.get(owner, result) if owner is not result else result
 
     def _attribute(self, gm: fx.GraphModule, node: fx.Node, region: Mapping[str, Region]) -> fx.Node:
-        value: Any = gm
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
+        value: Any = operator.attrgetter(str(node.target))(gm)
         user = next(iter(node.users)).target
         if isinstance(value, fx.GraphModule) and not (
             isinstance(user, HigherOrderOperator) and user.name() in OPAQUE_BODIES

@@ -24,11 +24,8 @@ from amp_fx._torch import (
     symbolic_kernels,
 )
 from amp_fx.errors import AmpFxError, CaptureError, FallbackWarning, PassError
-from amp_fx.graphs.regions import Region
+from amp_fx.graphs.regions import ENTER, EXIT, Region
 from amp_fx.graphs.values import is_eligible
-
-_enter_autocast = torch.amp.autocast_mode._enter_autocast
-_exit_autocast = torch.amp.autocast_mode._exit_autocast
 
 __all__ = ["is_for_the_caller", "reason_of", "under_autocast", "warn_fallback"]
 
@@ -69,7 +66,7 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
     graph, first = wrapped.graph, next(node for node in wrapped.graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         entered = [
-            graph.call_function(_enter_autocast, (device_type, region.dtype, region.enabled, None))
+            graph.call_function(ENTER, (device_type, region.dtype, region.enabled, None))
             for device_type, region in ambient.items()
         ]
     output = graph.output_node()
@@ -82,7 +79,7 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
 
     with graph.inserting_before(output):
         for mode in reversed(entered):
-            graph.call_function(_exit_autocast, (mode,))
+            graph.call_function(EXIT, (mode,))
         output.args = (fx.map_arg(output.args[0], traced),)
     wrapped.recompile()
     return wrapped if _runs(wrapped) else gm
@@ -102,8 +99,8 @@ def _runs(gm: fx.GraphModule) -> bool:
     finally:
         # within a region that a failure left open, eager autocast would keep old casts of weights
         ran = [node for node in gm.graph.nodes if node in trial.env]
-        left = {node.args[0] for node in ran if node.target is _exit_autocast}
+        left = {node.args[0] for node in ran if node.target is EXIT}
         for node in reversed(ran):
-            if node.target is _enter_autocast and node not in left:
-                _exit_autocast(trial.env[node])
+            if node.target is ENTER and node not in left:
+                EXIT(trial.env[node])
     return True

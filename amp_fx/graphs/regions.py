@@ -19,11 +19,12 @@ from amp_fx.graphs.calls import is_gradient_call
 from amp_fx.graphs.values import graph_devices, listed_devices, tensors
 
 __all__ = [
-    "Region", "Regions", "ambient_regions", "is_autocast_call", "node_regions", "not_ours", "takes_own_gradients",
+    "ENTER", "EXIT", "Region", "Regions", "ambient_regions", "is_autocast_call", "node_regions", "not_ours",
+    "takes_own_gradients",
 ]  # fmt: skip
 
-_ENTER = torch.amp.autocast_mode._enter_autocast
-_EXIT = torch.amp.autocast_mode._exit_autocast
+ENTER = torch.amp.autocast_mode._enter_autocast
+EXIT = torch.amp.autocast_mode._exit_autocast
 
 #: what a stack trace names when an optimizer of torch computes
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.optim.__file__), "")
@@ -56,7 +57,7 @@ def ambient_regions(defaults: Mapping[str, torch.dtype]) -> dict[str, Region]:
 
 def is_autocast_call(node: fx.Node) -> bool:
     """True for the two calls that open and close an autocast region in a Dynamo graph."""
-    return node.op == "call_function" and node.target in (_ENTER, _EXIT)
+    return node.op == "call_function" and node.target in (ENTER, EXIT)
 
 
 def node_regions(nodes: Iterable[fx.Node], ambient: Regions) -> dict[fx.Node, Regions]:
@@ -68,12 +69,12 @@ def node_regions(nodes: Iterable[fx.Node], ambient: Regions) -> dict[fx.Node, Re
     current = dict(ambient)
     saved: dict[fx.Node, dict[str, Region]] = {}
     for node in nodes:
-        if node.op == "call_function" and node.target is _ENTER:
+        if node.op == "call_function" and node.target is ENTER:
             saved[node] = current
             device_type, dtype, enabled = str(node.args[0]), node.args[1], bool(node.args[2])
             low = dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(device_type)
             current = {**current, device_type: Region(enabled, low, by_user=True)}
-        elif node.op == "call_function" and node.target is _EXIT:
+        elif node.op == "call_function" and node.target is EXIT:
             current = saved[node.all_input_nodes[0]]
         result[node] = current
     return result

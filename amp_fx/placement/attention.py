@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import argument_value, is_parameter
+from amp_fx.graphs.calls import argument_value, graph_inputs_of, is_parameter
 from amp_fx.placement.profile import FLASH_BLOCK, FLASH_BLOCK_BACKWARD, FLASH_QUERY, DeviceProfile
 
 __all__ = ["PAYS", "Attention", "operands", "refusal", "single_query"]
@@ -135,22 +135,10 @@ def refusal(node: fx.Node, *, training: bool) -> str:
     if argument_value(node, "dropout_p"):
         return "it drops probabilities"
     mask = argument_value(node, "attn_mask")
-    if training and isinstance(mask, fx.Node) and mask.meta["val"].is_floating_point() and _depends(mask):
+    is_learned = isinstance(mask, fx.Node) and any(map(is_parameter, graph_inputs_of(mask)))
+    if training and is_learned and mask.meta["val"].is_floating_point():
         # then torch takes neither: it writes products itself
         return "its mask has a gradient"
     if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         return "keys and values of different widths"
     return ""
-
-
-def _depends(value: fx.Node) -> bool:
-    """True where a parameter is among what a value is computed from."""
-    seen, stack = set[fx.Node](), [value]
-    while stack:
-        node = stack.pop()
-        if is_parameter(node):
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return False

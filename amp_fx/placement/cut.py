@@ -88,8 +88,7 @@ class Problem:
             found.update(term.readers)
             if term.value is not None:
                 found.add(term.value)
-        for a, b in self.implies:
-            found.update((a, b))
+        found.update(*self.implies)
         return found
 
     def cost(self, labels: Mapping[Var, bool]) -> int:

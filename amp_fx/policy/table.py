@@ -16,7 +16,7 @@ from .common import COMMON_GROUPS
 from .cpu import CPU_GROUPS
 from .cuda import CUDA_ALONE, CUDA_GROUPS, MPS_GROUPS
 
-__all__ = ["DEVICES", "Device", "all_names", "check_op", "device_row", "lookup", "supported_devices"]
+__all__ = ["DEVICES", "Device", "check_op", "device_row", "lookup", "rows_of"]
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,6 @@ _POINTWISE = OpGroup(
 )
 
 
-def supported_devices() -> tuple[str, ...]:
-    """The device types that have op lists, sorted."""
-    return tuple(sorted(DEVICES))
-
-
 def device_row(device_type: str) -> Device:
     """The row of a device type; an empty one for a type that autocast does not know."""
     return DEVICES.get(device_type, _UNKNOWN)
@@ -76,13 +71,8 @@ def lookup(op: torch._ops.OpOverload, device_type: str) -> OpGroup | None:
     """
     if device_type not in DEVICES:
         return None
-    group = _table(device_type).get(op_name(op))
+    group = rows_of(device_type).get(op_name(op))
     return _POINTWISE if group is None and _is_functional_pointwise(op) else group
-
-
-def all_names(device_type: str) -> tuple[str, ...]:
-    """Every op name the lists of a device hold, sorted; for suggestions beside an unknown name."""
-    return tuple(sorted(_table(device_type)))
 
 
 def _is_functional_pointwise(op: torch._ops.OpOverload) -> bool:
@@ -97,11 +87,10 @@ def _is_functional_pointwise(op: torch._ops.OpOverload) -> bool:
 
 
 @cache_results()
-def _table(device_type: str) -> Mapping[str, OpGroup]:
-    if (device := DEVICES.get(device_type)) is None:
-        return {}
+def rows_of(device_type: str) -> Mapping[str, OpGroup]:
+    """The lists of a device type that has some: op name -> its row."""
     rows: dict[str, OpGroup] = {}
-    for groups in (COMMON_GROUPS, *device.lists):
+    for groups in (COMMON_GROUPS, *DEVICES[device_type].lists):
         rows.update(_rows(groups, f"{device_type.upper()} autocast"))
     return rows
 
@@ -156,5 +145,5 @@ def check_op(op: str, rule: object) -> None:
 @cache_results()
 def _listed() -> frozenset[str]:
     """What is on some list, with overloads and without."""
-    names = {name for device in supported_devices() for name in all_names(device)}
+    names = {name for device in DEVICES for name in rows_of(device)}
     return frozenset({*names, *(name.partition(".")[0] for name in names)})

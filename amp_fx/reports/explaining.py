@@ -35,7 +35,7 @@ from amp_fx.graphs.values import tensors
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.sensitivity import Sensitivity, add_sensitivities
-from amp_fx.policy.table import supported_devices
+from amp_fx.policy.table import DEVICES
 from amp_fx.reports.advice import NOT_COMPILED, Advice, layout_advice, scaling_advice, weight_advice
 from amp_fx.reports.lowered import LoweredGraphs, autocast_backend, casts_by_module
 from amp_fx.reports.report import Report, record
@@ -238,7 +238,7 @@ def _here(call: _Call) -> Report:
             differentiate(plain(result), (given, named, call.parameters), contextlib.nullcontext())
         return found
 
-    return _compared(lower, call.options, with_autocast=call.device in supported_devices())
+    return _compared(lower, call.options, with_autocast=call.device in DEVICES)
 
 
 def _on_target(call: _Call, target: str) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amp_fx._torch import StorageRef, modes_disabled, packed_memory, storage_ref
 from amp_fx.errors import WeightsError
+from amp_fx.graphs.calls import graph_inputs_of
 from amp_fx.policy.levels import LEVELS
 from amp_fx.state import register
 from amp_fx.weights.changes import Fingerprint, address, addresses_left, forget, storages
@@ -292,21 +293,9 @@ def derivation(gm: fx.GraphModule, wanted: Sequence[Derived]) -> tuple[list[fx.N
     # what follows from the same weights is one recipe
     groups: dict[tuple[fx.Node, ...], list[Derived]] = {}
     for each in wanted:
-        groups.setdefault(tuple(_weights_of(each[0])), []).append(each)
+        groups.setdefault(tuple(graph_inputs_of(each[0])), []).append(each)
     used = list(dict.fromkeys(weight for weights in groups for weight in weights))
     recipes = [(computed(gm, own, wanted), [*map(used.index, own)]) for own, wanted in groups.items()]
     numbered = enumerate(groups.values())
     places = {each: Input(at, part) for at, group in numbered for part, each in enumerate(group)}
     return used, DerivedInputs(recipes, [places[each] for each in wanted])
-
-
-def _weights_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The inputs that a value is computed from, each once."""
-    seen, stack = set[fx.Node](), [node]
-    while stack:
-        if (each := stack.pop()) in seen:
-            continue
-        seen.add(each)
-        if each.op == "placeholder":
-            yield each
-        stack += reversed(each.all_input_nodes)

@@ -128,9 +128,6 @@ class CachedGraph:
         *,
         may_change: bool = True,
     ) -> None:
-        for node in inputs:
-            # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
-            node._dynamo_source = None
         self._compiled = compile_graph(gm, [*example_inputs, *(node.meta["val"] for node in inputs)])
         self._positions, self._inputs = positions, derived
         self._cache = WeightCache(derived.derive, may_change=may_change)

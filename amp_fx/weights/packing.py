@@ -31,7 +31,7 @@ from amp_fx._torch import (
     onednn_packs,
     packing,
 )
-from amp_fx.graphs.calls import args_of, argument_value, convolution_settings, is_cast, is_returned
+from amp_fx.graphs.calls import add_input, args_of, argument_value, convolution_settings, is_cast, is_returned
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, storages_written_in, tensors
@@ -313,16 +313,10 @@ class _Packer:
         if how is None and (node.op == "placeholder" or is_view(node)):
             return node
         if (node, how) not in self._taken:
-            with self._graph.inserting_after(self._last):
-                self._last = self._graph.placeholder(f"{node.name}_{'made' if how is None else 'packed'}")
-            value = like.detach() if how is None else like.new_empty(how.shape)
-            self._last.meta = {
-                "val": value,
-                "example_value": value,
-                # where it lives does not change
-                "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
-            }
-            self._taken[node, how] = self._last
+            kind, value = ("made", like.detach()) if how is None else ("packed", like.new_empty(how.shape))
+            self._last = self._taken[node, how] = add_input(
+                self._last, f"{node.name}_{kind}", value, stays=True
+            )
         return self._taken[node, how]
 
     def finish(self) -> tuple[list[fx.Node], list[int], DerivedInputs]:

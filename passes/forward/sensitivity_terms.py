@@ -165,8 +165,7 @@ class _Memory:
             return self.writes_gradient(value.all_input_nodes[0])
         if plan.op_class is OpClass.LOW or self._cost.accumulates_backward(value):
             return True
-        waits = (source for source in self._differentiated(value) if self._level[source] > self._level[value])
-        return any(True for _ in waits)
+        return any(self._level[source] > self._level[value] for source in self._differentiated(value))
 
     def passes_gradient(self, reader: fx.Node, value: fx.Node) -> bool:
         """True where the gradient of the reader's result is that of the value as it is."""

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
-from amp_fx.graphs.calls import argument_value, is_cast, is_returned, readers
+from amp_fx.graphs.calls import add_input, argument_value, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import add_call, run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META, TIED
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_pure, is_view, storage_of, storages_written_in
@@ -69,17 +69,9 @@ class CacheWeights(Pass):
                 suffix = LEVELS[part.recipe.level].policy + ("", "_scale")[part.index]
                 made.append((node, weight, part.recipe, part.index, suffix))
         for copied, weight, recipe, part, suffix in made:
-            value = copied.meta["val"]
-            with gm.graph.inserting_after(placeholders[-1]):
-                copy = gm.graph.placeholder(f"{weight.name}_{suffix}")
-            copy.meta = {
-                "val": value,
-                "example_value": value,
-                COPY_META: weight.name,
-                RECIPE_META: (recipe, part),
-                # where it lives does not change: what CUDA graphs want to know
-                "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
-            }
+            own = {COPY_META: weight.name, RECIPE_META: (recipe, part)}
+            name, value = f"{weight.name}_{suffix}", copied.meta["val"]
+            copy = add_input(placeholders[-1], name, value, own, stays=True)
             copied.replace_all_uses_with(copy)
             erase(copied)
             placeholders.append(copy)

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions, write_as_it_is
+from amp_fx.graphs.calls import readers
 from amp_fx.graphs.fake_runs import is_matmul, run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of
@@ -244,10 +245,7 @@ def _is_multiplied_through_views(cast: fx.Node) -> bool:
         return False
     if not all(has_trait(user, Trait.RESHAPES) for user in cast.users):
         return False
-    views = list(cast.users)
-    for view in views:
-        views += [user for user in view.users if has_trait(user, Trait.RESHAPES)]
-    return any(is_matmul(user) for view in views for user in view.users)
+    return any(map(is_matmul, readers(cast, lambda user: has_trait(user, Trait.RESHAPES))))
 
 
 def _is_of_rows_on_cpu(root: fx.Node) -> bool:

@@ -96,9 +96,9 @@ def test_results_are_cached_in_one_way() -> None:
 
 def test_what_is_kept_is_registered_under_a_name_of_its_own_and_forgotten() -> None:
     notices._told.add("something")
-    rows = table._table("cpu")
-    assert table._table("cpu") is rows
-    assert {"tensors derived from weights", "results of amp_fx.policy.table._table"} <= state._resets.keys()
+    rows = table.rows_of("cpu")
+    assert table.rows_of("cpu") is rows
+    assert {"tensors derived from weights", "results of amp_fx.policy.table.rows_of"} <= state._resets.keys()
     amp_fx.reset()
     assert not notices._told
-    assert table._table("cpu") is not rows
+    assert table.rows_of("cpu") is not rows

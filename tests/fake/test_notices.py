@@ -20,6 +20,7 @@ import amp_fx.backend
 from amp_fx import notices
 from amp_fx._torch import dynamo as hooks
 from amp_fx.reports import explaining
+from small_models import Recurrent
 from versions import UP_TO_2_13, UP_TO_2_14
 
 
@@ -35,18 +36,6 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [row.getMessage() for row in caplog.records if row.levelno == logging.WARNING]
-
-
-class Recurrent(nn.Module):
-    """Dynamo gives up from the LSTM on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.cell, self.last = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        return self.last(self.cell(x)[0])
 
 
 class Apart(Recurrent):
@@ -130,7 +119,7 @@ def test_the_remedies_that_are_named_compile_a_model_of_torchs_own(way: str) -> 
 
 @pytest.mark.parametrize("remedied", [False, True])
 def test_the_remedy_for_recurrent_layers_compiles_what_is_around_them(remedied: bool) -> None:
-    model, x = (Apart() if remedied else Recurrent()), torch.randn(2, 4, 8)
+    model, x = (Apart if remedied else Recurrent)(late=True), torch.randn(2, 4, 8)
     with amp_fx.record() as recording:
         torch.compile(model, backend="amp_fx")(x).sum().backward()
     graphs = [[row.op for row in plan.nodes] for plan in recording.plans]

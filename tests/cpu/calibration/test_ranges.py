@@ -28,7 +28,9 @@ from levels import error, exact
 from small_models import Parts
 
 #: int8 pays wherever it may run
-PROFILE = DeviceProfile("test", "cpu", {"float32": 1e9, "bfloat16": 2e9, "int8": 8e9}, 1e12, 0.0)
+PROFILE = DeviceProfile(
+    "test", "cpu", {"float32": 1e9, "bfloat16": 2e9, "float16": 2e9, "int8": 8e9}, 1e12, 0.0
+)
 
 
 @pytest.fixture(scope="module")
@@ -242,8 +244,7 @@ def test_a_number_of_rows_that_only_the_data_know_is_priced_and_may_be_none() ->
 
 def test_products_by_measured_scales_are_rounded_to_fp16_where_that_is_the_low_dtype() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(), torch.randn(32, 64)
-    profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
-    plan = calibrated(model, x, profile=profile, dtype="float16").plan(budget=100, verify=False)
+    plan = calibrated(model, x, dtype="float16").plan(budget=100, verify=False)
     options = {"plan": plan, "dtype": "float16", "strict": True}
     with without_inductor(), torch.inference_mode(), amp_fx.record() as recording:
         compiled = torch.compile(model, backend="amp_fx", options=options)
@@ -288,8 +289,7 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(
     model: Any, int8_range: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr("amp_fx.exporting.onnx_file.multiplies_int8", lambda: False)
-    profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
-    plan = calibrated(model, images(16), dtype="float16", profile=profile).plan(budget=100, verify=False)
+    plan = calibrated(model, images(16), dtype="float16").plan(budget=100, verify=False)
     x, path, is_full = images(), tmp_path / "model.onnx", int8_range == "full"
     program = amp_fx.export_onnx(model, (x,), path, plan=plan, dtype="float16", int8_range=int8_range)
     # without VNNI onnxruntime clamps sums of products of the full range
@@ -330,8 +330,7 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(
 def test_onnxruntime_multiplies_linears_in_integers(shape: tuple[int, ...], tmp_path: Path) -> None:
     layers = nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 8)
     net, x, path = nn.Sequential(*layers).eval(), torch.rand(shape), tmp_path / "model.onnx"
-    profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
-    plan = calibrated(net, x, dtype="float16", profile=profile).plan(budget=100, verify=False)
+    plan = calibrated(net, x, dtype="float16").plan(budget=100, verify=False)
     program = amp_fx.export_onnx(net, (x,), path, plan=plan, dtype="float16", int8_range="reduced")
     runtime = pytest.importorskip("onnxruntime")
     options = runtime.SessionOptions()

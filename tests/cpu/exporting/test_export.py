@@ -26,7 +26,7 @@ from torch.utils import cpp_extension
 import amp_fx
 from examples import hugging_face
 from graphs import rewrite
-from levels import FP8_CPU, error, exact
+from levels import FP8_CPU, error_of, exact
 from small_models import Beyond, Parts, UpDown
 
 pytestmark = pytest.mark.xdist_group("export")
@@ -110,10 +110,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, exported: dict[str, Exporte
     return path
 
 
-def _error(got: Tensor, wide: Tensor) -> float:
-    return error([got], [wide])
-
-
 def _allowed(error: float) -> float:
     return 1.1 * error + 1e-3
 
@@ -125,11 +121,11 @@ def test_outputs_are_as_accurate_as_those_of_the_backend_and_of_autocast(case: E
         with torch.autocast("cpu", torch.bfloat16):
             autocast = case.model(case.x)
         fp32 = case.model(case.x)
-    found = _error(case.outputs, case.exact)
+    found = error_of(case.outputs, case.exact)
     assert case.outputs.dtype is torch.float32
-    assert found <= _allowed(_error(backend, case.exact))
-    assert found <= _allowed(_error(autocast, case.exact))
-    assert found > 10 * _error(fp32, case.exact), "it really computes in bf16"
+    assert found <= _allowed(error_of(backend, case.exact))
+    assert found <= _allowed(error_of(autocast, case.exact))
+    assert found > 10 * error_of(fp32, case.exact), "it really computes in bf16"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -183,7 +179,7 @@ def test_a_program_runs_where_there_is_no_amp_fx(case: Exported, elsewhere: Resu
 def test_a_package_runs_where_there_is_no_amp_fx(case: Exported, elsewhere: Results, name: str) -> None:
     outputs = elsewhere[f"{name}.aoti"]
     assert outputs.dtype is torch.float32
-    assert _error(outputs, case.exact) <= _allowed(_error(case.outputs, case.exact))
+    assert error_of(outputs, case.exact) <= _allowed(error_of(case.outputs, case.exact))
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -254,8 +250,8 @@ def test_onnxruntime_runs_a_program_in_fp16(case: Exported, tmp_path: Path) -> N
     with torch.no_grad():
         fp16, fp32 = ep.module()(case.x), case.model(case.x)
     assert outputs.dtype is torch.float32
-    assert _error(outputs, case.exact) <= _allowed(_error(fp16, case.exact))
-    assert _error(outputs, case.exact) > 10 * _error(fp32, case.exact), "it really computes in fp16"
+    assert error_of(outputs, case.exact) <= _allowed(error_of(fp16, case.exact))
+    assert error_of(outputs, case.exact) > 10 * error_of(fp32, case.exact), "it really computes in fp16"
 
 
 def _norms() -> Parts:
@@ -275,7 +271,7 @@ def _norms() -> Parts:
 def _check(outputs: Tensor, ep: ExportedProgram, model: nn.Module, x: Tensor) -> None:
     wide = exact(model, x)
     with torch.no_grad():
-        assert _error(outputs, wide) <= _allowed(_error(ep.module()(x), wide))
+        assert error_of(outputs, wide) <= _allowed(error_of(ep.module()(x), wide))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +313,9 @@ def test_a_model_that_overflows_in_fp16_has_a_file_whose_results_are_right(tmp_p
     amp_fx.export_onnx(Beyond().eval(), (torch.randn(4, 64),), tmp_path / "model.onnx", dtype="float16")
 
 
-def test_a_file_that_computes_otherwise_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_computes_otherwise_is_anerror_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = (torch.randn(4, 16),)
     other = amp_fx.export(nn.Linear(16, 4).eval(), args, dtype="float16")
     monkeypatch.setattr("amp_fx.exporting.onnx_file.export", lambda *_, **__: other)
@@ -351,5 +349,5 @@ def test_a_package_in_fp8_computes_what_its_program_does_in_a_quarter_of_the_byt
     package = torch._inductor.aoti_load_package(_package(program, tmp_path / "package.pt2"))
     for rows in (x, torch.randn(17, 256)):
         found = package(rows)
-        assert 0.005 < _error(found, exact(model, rows)) < 0.06
-        assert _error(found, program.module()(rows).double()) < 0.01
+        assert 0.005 < error_of(found, exact(model, rows)) < 0.06
+        assert error_of(found, program.module()(rows).double()) < 0.01

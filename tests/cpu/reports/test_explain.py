@@ -26,7 +26,7 @@ from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
-from small_models import Parts, UpDown
+from small_models import Parts, Recurrent, UpDown
 from versions import IS_2_11, UP_TO_2_13, UP_TO_2_14
 
 # tests share a report
@@ -278,20 +278,6 @@ def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     # the default, fp32 where nothing is gained, beside torch.autocast
     assert list(recorded.compared()) == ["amp_fx", "torch.autocast"]
     assert json.loads(json.dumps(recorded.to_dict())) == recorded.to_dict()
-
-
-class Recurrent(nn.Module):
-    """Dynamo gives up a function that touches an LSTM; ``late``: only from there on."""
-
-    def __init__(self, late: bool) -> None:
-        super().__init__()
-        self.late, self.first = late, nn.Linear(8, 8)
-        self.cell, self.last = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.late:
-            x = self.first(x).relu()
-        return self.last(self.cell(x)[0])
 
 
 REMEDY = "    Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"

@@ -17,8 +17,7 @@ from amp_fx import AmpFxError, CaptureError, InputError, OptionsError, Plan
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.sensitivity import Sensitivity
 from graphs import rewrite
-from levels import error as error_of
-from levels import exact
+from levels import error_of, exact
 from small_models import Parts, UpDown
 
 aten = torch.ops.aten
@@ -52,10 +51,6 @@ def casts(ep: ExportedProgram) -> Counter[tuple[torch.dtype, torch.dtype]]:
     )
 
 
-def error(got: Tensor, true: Tensor) -> float:
-    return error_of([got.detach()], [true.detach().double()])
-
-
 def test_weights_of_matmuls_are_stored_low_and_their_casts_are_gone() -> None:
     model = mlp()
     ep = converted(model, torch.randn(4, 16))
@@ -87,8 +82,8 @@ def assert_as_accurate_as_autocast(ep: ExportedProgram, model: nn.Module, x: Ten
     with torch.autocast("cpu", BF16):
         autocast = model(x)
     assert result.dtype is FP32
-    assert error(result, true) <= 1.1 * error(autocast, true)
-    assert error(result, true) > 10 * error(model(x), true), "it really computes in bf16"
+    assert error_of(result, true) <= 1.1 * error_of(autocast, true)
+    assert error_of(result, true) > 10 * error_of(model(x), true), "it really computes in bf16"
 
 
 def test_a_converted_program_is_accurate_validates_decomposes_and_survives_a_file(tmp_path: Path) -> None:
@@ -121,7 +116,7 @@ def test_low_precision_ends_on_request() -> None:
     assert casts(ep) == {(BF16, FP32): 1, (FP32, BF16): 1}, "around the norm"
     result = ep.module()(x.bfloat16())
     assert result.dtype is BF16
-    assert error(result, model(x)) < 0.02
+    assert error_of(result, model(x)) < 0.02
     assert ep.example_inputs is not None
     assert ep.example_inputs[0][0].dtype is BF16
     plan = amp_fx.calibrate(model, x, of="outputs").plan(verify=False)
@@ -157,7 +152,7 @@ def test_an_input_that_the_program_writes_to_stays_fp32_beside_low_ones() -> Non
     assert ep.example_inputs is not None
     assert [value.dtype for value in ep.example_inputs[0]] == [FP32, BF16]
     assert ep.module()(total, x.bfloat16()).dtype is BF16
-    assert error(total, x @ x) < 0.02
+    assert error_of(total, x @ x) < 0.02
 
 
 TABLES = [
@@ -175,7 +170,7 @@ def test_tables_are_rounded_where_they_are_tied_or_all_or_none(
     names = ("embedding.weight", "positions.weight", "head.weight")
     assert stored_dtypes(ep) == dict(zip(names, (embedding, positions, embedding), strict=True))
     assert ep.state_dict["embedding.weight"].data_ptr() == ep.state_dict["head.weight"].data_ptr()
-    assert error(ep.module()(tokens), model(tokens)) < 0.02
+    assert error_of(ep.module()(tokens), model(tokens)) < 0.02
     if embedding is FP32:
         with torch.autocast("cpu", BF16):
             assert torch.equal(ep.module()(tokens).bfloat16(), model(tokens))
@@ -190,7 +185,7 @@ def test_weights_beyond_fp16_are_refused_by_name_clamped_or_kept_with_their_op()
     kept = converted(model, x, dtype="float16", weights_beyond_range="keep")
     assert stored_dtypes(kept)["down.weight"] is FP32
     assert stored_dtypes(kept)["up.weight"] is FP16
-    assert error(kept.module()(x), model(x)) < 0.01
+    assert error_of(kept.module()(x), model(x)) < 0.01
     model.down.weight.data[0, 0] = float("inf")
     clamped = converted(model, x, dtype="float16", weights_beyond_range="clamp").state_dict["down.weight"]
     assert clamped[3, 4].item() == torch.finfo(FP16).min

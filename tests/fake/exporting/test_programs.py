@@ -16,8 +16,7 @@ from torch.export import Dim, ExportedProgram
 
 import amp_fx
 from amp_fx import Plan
-from levels import FP8_CPU, calls
-from levels import error as far
+from levels import FP8_CPU, calls, error_of
 from small_models import Parts, UpDown
 
 aten = torch.ops.aten
@@ -38,10 +37,6 @@ def saved(ep: ExportedProgram) -> ExportedProgram:
 
 def report(ep: ExportedProgram) -> Plan:
     return Plan.from_json(amp_fx.extra_files(ep)["amp_fx.json"])
-
-
-def error(got: Tensor, exact: Tensor) -> float:
-    return far([got.detach()], [exact.detach().double()])
 
 
 def regions(m: Any, x: Tensor) -> Tensor:
@@ -66,7 +61,7 @@ def test_autocast_inside_forward_is_honoured_and_leaves_no_higher_order_op() -> 
     assert all(str(node.target).startswith("aten.") for node in ep.graph.nodes if node.op == "call_function")
     assert [row.dtype for row in report(ep).nodes if row.op == "linear"] == [BF16, FP32, FP16, FP32]
     assert ep.state_dict["b.weight"].dtype is ep.state_dict["b.bias"].dtype is FP32
-    assert error(ep.module()(x), model(x)) < 0.02
+    assert error_of(ep.module()(x), model(x)) < 0.02
 
 
 def test_an_export_under_autocast_computes_what_the_model_computes_there() -> None:
@@ -79,7 +74,7 @@ def test_an_export_under_autocast_computes_what_the_model_computes_there() -> No
     for ep in (ours, amp_fx.convert(stock, profile="off")):
         result = ep.module()(x)
         assert result.dtype is expected.dtype is FP16
-        assert error(result, expected) < 1e-3
+        assert error_of(result, expected) < 1e-3
         assert ep.state_dict["up.weight"].dtype is FP16
     plain = torch.export.export(model, (x,))
     with torch.autocast("cpu", FP16):
@@ -172,9 +167,9 @@ def test_a_model_that_writes_is_exported_with_gradients(write: Callable[..., Ten
     exact = copy.deepcopy(model).double()
     module = ep.module()
     for _ in range(2):  # what the first call wrote, the second reads
-        assert error(module(x), exact(x.double())) < 0.01
+        assert error_of(module(x), exact(x.double())) < 0.01
     for name, value in exact.state_dict().items():
-        assert error(module.state_dict()[name], value) < 0.01
+        assert error_of(module.state_dict()[name], value) < 0.01
 
 
 def partly(m: Any, x: Tensor) -> Tensor:
@@ -195,7 +190,7 @@ def test_no_gradient_leaves_a_region_without_gradients() -> None:
     for name, parameter in exact.named_parameters():
         ours, true = module.get_parameter(name).grad, parameter.grad
         assert (ours is None) == (true is None)
-        assert ours is None or true is None or error(ours, true) < 0.01
+        assert ours is None or true is None or error_of(ours, true) < 0.01
 
 
 def test_a_dynamic_batch_stays_dynamic_and_bounded() -> None:
@@ -219,7 +214,7 @@ def test_branches_of_cond_are_rewritten_and_return_their_dtypes() -> None:
     ep = amp_fx.export(model.eval(), (x,), profile="off")
     assert [row.dtype for row in report(ep).nodes if row.op == "linear"] == [BF16]
     assert ep.module()(x).dtype is FP32
-    assert error(ep.module()(x), model(x)) < 0.02
+    assert error_of(ep.module()(x), model(x)) < 0.02
     assert torch.equal(ep.module()(-x), (-x).sin())
 
 
@@ -270,13 +265,13 @@ def test_a_program_computes_what_the_model_computes_and_is_saved(
     program = exported(model, tmp_path, fp8=recipe, dtype=dtype)
     found = program.module()(TOKENS)
     assert found.dtype is FP32
-    assert 0.005 < error(found, copy.deepcopy(model).double()(TOKENS)) < 0.06
+    assert 0.005 < error_of(found, copy.deepcopy(model).double()(TOKENS)) < 0.06
     files, path = {"amp_fx.json": ""}, tmp_path / "program.pt2"
     torch.export.save(program, path, extra_files=amp_fx.extra_files(program))
     again = torch.export.load(path, extra_files=files)
     assert torch.equal(again.module()(TOKENS), found)
     more = torch.cat([TOKENS, TOKENS.flip(0)])
-    assert error(again.module()(more), copy.deepcopy(model).double()(more)) < 0.06
+    assert error_of(again.module()(more), copy.deepcopy(model).double()(more)) < 0.06
     plan = Plan.from_json(files["amp_fx.json"])
     assert plan.meaning == recipe
     assert [row.computed is FP8 for row in plan.nodes if row.flops] == [True] * 4 + [False]
@@ -297,7 +292,7 @@ def test_weights_are_stored_in_fp8_with_their_factors(model: Net, tmp_path: Path
     first, second = (program.state_dict[f"{name}.weight"] for name in ("first", "second"))
     assert first.data_ptr() == second.data_ptr()
     kept = program.state_dict["columns"].float() * program.state_dict["columns_fp8_scale"]
-    assert error(kept.t(), model.columns.detach().double()) < 0.03
+    assert error_of(kept.t(), model.columns.detach().double()) < 0.03
     # nothing is converted but what is not stored
     converted = [node.all_input_nodes[0].op for node in calls(program.graph_module, aten.abs.default)]
     assert "placeholder" not in converted
@@ -315,7 +310,7 @@ def test_what_reads_a_weight_otherwise_keeps_it_as_it_is(tmp_path: Path) -> None
     assert program.state_dict["columns"].dtype is FP32
     assert "columns_fp8_scale" not in program.state_dict
     assert len(calls(program.graph_module, aten._scaled_mm.default)) == 4
-    assert error(program.module()(TOKENS), copy.deepcopy(model).double()(TOKENS)) < 0.1
+    assert error_of(program.module()(TOKENS), copy.deepcopy(model).double()(TOKENS)) < 0.1
 
 
 def test_a_device_without_fp8_has_the_program_of_policy_autocast(model: Net) -> None:
@@ -341,4 +336,4 @@ def test_a_plan_of_the_compiled_model_is_followed_by_its_export() -> None:
     assert dict(_dtypes(followed))["scaled_dot_product_attention"] is BF16
     back = amp_fx.explain(model, x, options={"profile": "off", "plan": (followed,)}).plan
     assert [(row.op, row.dtype) for row in back.nodes] == [(row.op, row.dtype) for row in plan.nodes]
-    assert error(program.module()(x), model.double()(x.double())) < 4 * torch.finfo(BF16).eps
+    assert error_of(program.module()(x), model.double()(x.double())) < 4 * torch.finfo(BF16).eps

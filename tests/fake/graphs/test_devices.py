@@ -15,7 +15,7 @@ from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import call_device, graph_device, graph_devices
 from amp_fx.placement.devices import builtin
 from amp_fx.placement.profile import ProfileError
-from amp_fx.policy.table import lookup, supported_devices
+from amp_fx.policy.table import DEVICES, lookup
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.targets.tracing import move
@@ -23,7 +23,7 @@ from graphs import dynamo_graph
 
 aten = torch.ops.aten
 
-OTHERS = sorted({*supported_devices()} - {"cpu", "cuda"})
+OTHERS = sorted({*DEVICES} - {"cpu", "cuda"})
 
 
 def graph(device: str) -> fx.GraphModule:

@@ -217,7 +217,6 @@ def test_the_plan_knows_the_calls_as_before(tmp_path: Path) -> None:
 
 
 def test_subclasses_of_tensors_stay_as_they_are(tmp_path: Path) -> None:
-    torch._dynamo.reset()
     model = Parts(lambda m, x: m.head(m.plain(x) @ m.weight), plain=nn.Linear(32, 32), head=nn.Linear(32, 16))
     model.weight = nn.Parameter(TwoTensor(torch.randn(32, 32), torch.randn(32, 32)))
     x = torch.randn(4, 32)

@@ -74,4 +74,4 @@ def test_every_pass_stands_in_an_order() -> None:
 
 
 def test_the_outline_is_where_the_pipeline_begins() -> None:
-    assert passes.PIPELINE[: len(passes.OUTLINE)] == passes.OUTLINE
+    assert ORDERS["default"][: len(passes.OUTLINE)] == passes.OUTLINE

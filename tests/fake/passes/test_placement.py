@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from amp_fx import Policy
-from amp_fx.passes import PIPELINE, PassContext, run_passes
+from amp_fx.passes import PassContext, run_passes
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, Plan
 from amp_fx.policy import OpClass, table
 from checks import DOWN, UP, check, checked
-from graphs import Program, captured, casts_of, rewrite
+from graphs import PIPELINE, Program, captured, casts_of, rewrite
 
 BF16 = torch.bfloat16
 randn = torch.randn

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from amp_fx import PassError, VerifyError
-from amp_fx.passes import PIPELINE, FuseCasts, Pass, PassContext, Verify, run_passes
+from amp_fx.passes import FuseCasts, Pass, PassContext, Verify, run_passes
 from amp_fx.plans.label import label_of
-from graphs import captured, run_until
+from graphs import PIPELINE, captured, run_until
 
 aten = torch.ops.aten
 
