@@ -216,9 +216,9 @@ class JointRoles:
     inputs: dict[int, fx.Node]
     #: the gradients that enter the backward
     tangents: list[fx.Node]
-    #: position of an input that requires a gradient -> positions of the gradient among the outputs, several for a
-    #: tensor subclass. An output is None where the graph computes no gradient
-    gradients: dict[int, list[int]]
+    #: positions of the gradients among the outputs, several for a tensor subclass. Also of a base that AOTAutograd puts
+    #: in the place of inputs that overlap. An output is None where the graph computes no gradient
+    gradients: list[int]
 
 
 def joint_roles(gm: fx.GraphModule) -> JointRoles | None:
@@ -228,11 +228,8 @@ def joint_roles(gm: fx.GraphModule) -> JointRoles | None:
     described = [(_whole(node.meta.get("desc")), node) for node in gm.graph.find_nodes(op="placeholder")]
     inputs = {what.idx: node for what, node in described if isinstance(what, PlainAOTInput)}
     tangents = [node for what, node in described if isinstance(what, TangentAOTInput)]
-    gradients: dict[int, list[int]] = {}
-    for position, output in enumerate(gm.graph.output_node().meta.get("desc") or ()):
-        descriptor = _whole(output)
-        if isinstance(descriptor, GradAOTOutput) and isinstance(descriptor.grad_of, PlainAOTInput):
-            gradients.setdefault(descriptor.grad_of.idx, []).append(position)
+    outputs = enumerate(gm.graph.output_node().meta.get("desc") or ())
+    gradients = [position for position, output in outputs if isinstance(_whole(output), GradAOTOutput)]
     return JointRoles(inputs, tangents, gradients) if gradients else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,9 +16,9 @@ from amp_fx.state import cache_results
 
 __all__ = [
     "add_input", "args_of", "argument_value", "arguments", "class_name", "convolution_settings", "differentiated",
-    "dotted_path", "grad_modes", "graph_inputs_of", "is_cast", "is_gradient_call", "is_leaf_call", "is_parameter",
-    "is_returned", "module_path", "origin", "output_nodes", "pad_by_numbers", "readers", "short_source",
-    "source_line", "target_name", "tensor_arguments", "tensor_nodes", "where",
+    "dotted_path", "grad_modes", "graph_inputs_of", "is_alias", "is_cast", "is_gradient_call", "is_leaf_call",
+    "is_parameter", "is_returned", "module_path", "origin", "output_nodes", "pad_by_numbers", "readers",
+    "short_source", "source_line", "target_name", "tensor_arguments", "tensor_nodes", "where",
 ]  # fmt: skip
 
 
@@ -135,9 +136,25 @@ def is_parameter(node: fx.Node) -> bool:
     )
 
 
+#: ops whose results may be views of what they are given, and whose schemas do not say so
+_ALIASING = frozenset({
+    "aten::align_tensors", "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d", "aten::broadcast_tensors",
+    "aten::meshgrid", "aten::type_as",
+})  # fmt: skip
+
+
+def is_alias(node: fx.Node) -> bool:
+    """True where the result may be a view; fake values do not tell it of what was re-typed."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.target is operator.getitem
+    return schema.name in _ALIASING or any(each.alias_info for each in schema.returns)
+
+
 def is_returned(node: fx.Node) -> bool:
-    """True if the graph may return the value itself, or a view of it: there are only ops with one input in between."""
-    return any(n.op == "output" or (len(n.all_input_nodes) == 1 and is_returned(n)) for n in node.users)
+    """True if the graph may return the value itself, or a view of it: there are only views, and ops with one input."""
+    found = readers(node, lambda user: len(user.all_input_nodes) == 1 or is_alias(user))
+    return any(reader.op == "output" for reader in found)
 
 
 def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:

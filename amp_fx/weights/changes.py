@@ -13,6 +13,7 @@ No weight is kept alive, and none has a weak reference: programs may swap their 
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -28,11 +29,14 @@ from torch.optim.optimizer import Optimizer
 
 from amp_fx._torch import AFTER_STEP, is_wrapper, words_of_memory
 from amp_fx.errors import WeightsError
+from amp_fx.state import cache_results
 
 __all__ = [
     "SAMPLED", "Fingerprint", "address", "addresses_left", "counting", "forget", "sampled_offsets",
     "storages", "touch",
 ]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 #: of a tensor; without a loop of Python when mapped
 address: Callable[[Tensor], int] = Tensor.data_ptr
@@ -76,8 +80,9 @@ class Fingerprint:
         # before all else: what happens from now on counts
         self._events = _events.count
         self._writes = [(writes := _writes_to(weight), writes.count) for weight in weights]
-        # inference tensors have none
         self._have_versions = [not weight.is_inference() for weight in weights]
+        if not all(self._have_versions):
+            _say_versions_are_missing()
         self._marks = self._marks_of(weights)
         by_device: dict[torch.device, list[Tensor]] = {}
         for weight in sampled:
@@ -101,6 +106,14 @@ class Fingerprint:
 
     def _marks_of(self, weights: Sequence[Tensor]) -> list[int]:
         return [*map(address, weights), *map(_version, compress(weights, self._have_versions))]
+
+
+@cache_results()  # so that it is said once
+def _say_versions_are_missing() -> None:
+    logger.warning(
+        "weights that were made under torch.inference_mode have no version counter: a write to less than half of such "
+        "a weight may not be seen. Make the model outside of it, or call amp_fx.weights.touch(parameter) after a write."
+    )
 
 
 class _Sample:

@@ -14,6 +14,7 @@ one for Inductor's caches.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,7 @@ from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, storages_written_in, tensors
 from amp_fx.weights.derived import DerivedInputs, derivation
-from amp_fx.weights.products import as_convolution, dequantised, join_linears
+from amp_fx.weights.products import as_convolution, dequantised, join_linears, writers
 from amp_fx.weights.recipes import Derived, with_norm
 
 __all__ = ["pack"]
@@ -144,6 +145,9 @@ class _Packer:
         position = self._channels(call)
         if position is None or len(call.users) > 1 or not self._is_from_weights(call):
             return
+        if any(call < writer < norm for writer in writers(args_of(call)[0])):
+            # the call is made where the norm stands, and would read what was written
+            return
         weight, bias = args_of(call)[1], args_of(call)[2] if len(args_of(call)) > 2 else None
         dtype, sizes = weight.meta["val"].dtype, [1] * weight.meta["val"].ndim
         sizes[position] = -1
@@ -220,6 +224,7 @@ class _Packer:
         # in bf16 oneDNN lays out otherwise for one row with AMX, which gains nothing: decoding and prefill share a copy
         how = packing("linear", torch.Size((columns, contracted)), matrix.dtype, max(2, sizes[0]))
         node.target = LINEAR
+        bias = self._in_one_piece(bias, node)
         node.args, node.kwargs = (x, self._input(weight, matrix, how), bias, "none", [], ""), {}
 
     def pack_int8(self, node: fx.Node) -> None:
@@ -240,6 +245,7 @@ class _Packer:
             # oneDNN wants it in fp32, and would convert it in each call
             with self._graph.inserting_before(node):
                 bias = self._wide_source(bias)
+        bias = self._in_one_piece(bias, node)
         if is_convolution:
             given = convolution_settings(node)
             window = [given[name] for name in ("stride", "padding", "dilation", "groups")]
@@ -272,11 +278,19 @@ class _Packer:
         if is_fixed(x):
             kind, sizes = "transposed_convolution" if transposed else "convolution", tuple(value.shape)
             how = packing(kind, kernel.shape, kernel.dtype, padding, *more, stride, dilation, groups, sizes)
-        packed = self._input(weight, kernel, how)
+        packed, bias = self._input(weight, kernel, how), self._in_one_piece(bias, node)
         node.target = convolution_op()
         padded = given.get("output_padding", (0,) * len(stride))
         settings = stride, padding, dilation, transposed, padded, groups
         node.args = (x, packed, bias, *settings, _is_channels_last(node))
+
+    def _in_one_piece(self, bias: fx.Node | None, reader: fx.Node) -> fx.Node | None:
+        """A bias as oneDNN reads it, whatever its strides."""
+        if bias is None or bias.meta["val"].is_contiguous():
+            return bias
+        add = self._call if bias in self.derived else functools.partial(add_call, self._graph)
+        with self._graph.inserting_before(reader):
+            return add(aten.clone.default, bias)
 
     def packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether oneDNN packs a weight that multiplies a value."""

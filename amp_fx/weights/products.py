@@ -20,7 +20,6 @@ After::
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,12 +27,12 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
-from amp_fx.graphs.calls import args_of, is_cast, is_returned, readers
+from amp_fx.graphs.calls import args_of, is_alias, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import written_arguments
 
-__all__ = ["as_convolution", "dequantised", "join_linears", "write_out_int8"]
+__all__ = ["as_convolution", "dequantised", "join_linears", "write_out_int8", "writers"]
 
 aten = torch.ops.aten
 
@@ -54,7 +53,7 @@ def join_linears(graph: fx.Graph, derived: set[fx.Node], packs: Packs) -> None:
         apart = (has_trait(u, Trait.RESHAPES, Trait.MOVES) or u.target is aten.mul.Tensor for u in node.users)
         if node.users and all(apart) and _is_packed(node, derived, packs):
             key = _key(node)
-            if not _is_written(key[0]):
+            if not writers(key[0]):
                 groups.setdefault(key, []).append(node)
     found = [group for group in groups.values() if len(group) > 1]
     if not found:
@@ -160,13 +159,13 @@ def as_convolution(node: fx.Node, x: fx.Node, kernel: fx.Node, bias: fx.Node | N
 
 def _may_be_strided(node: fx.Node) -> bool:
     """True where nobody sees that rows do not follow each other in memory: all views split the last dimension."""
-    if is_returned(node) or _is_written(node):
+    if is_returned(node) or writers(node):
         return False
-    for user in readers(node, _is_alias):
+    for user in readers(node, is_alias):
         # kernels of other libraries, and bodies of control flow, may rely on what they were given
         if getattr(user.target, "namespace", "") not in ("aten", "prims"):
             return False
-        if _is_alias(user) and not has_trait(user, Trait.RESHAPES, Trait.MOVES):
+        if is_alias(user) and not has_trait(user, Trait.RESHAPES, Trait.MOVES):
             return False
         if user.target in _VIEWS:
             [value] = user.all_input_nodes
@@ -175,19 +174,13 @@ def _may_be_strided(node: fx.Node) -> bool:
     return True
 
 
-def _is_alias(node: fx.Node) -> bool:
-    """True where the result may be a view; fake values do not tell it of what was re-typed."""
-    schema = getattr(node.target, "_schema", None)
-    return node.target is operator.getitem or any(each.alias_info for each in getattr(schema, "returns", ()))
-
-
-def _is_written(value: fx.Node) -> bool:
-    """True where somebody writes to a value, or to what it is a view of."""
-    while value.op == "call_function" and _is_alias(value):
+def writers(value: fx.Node) -> list[fx.Node]:
+    """The calls that write to a value, or to what it is a view of."""
+    while value.op == "call_function" and is_alias(value):
         value = value.all_input_nodes[0]
-    found = readers(value, _is_alias)
-    views = {value, *filter(_is_alias, found)}
-    return any(written in views for reader in found for _, written in written_arguments(reader))
+    found = readers(value, is_alias)
+    views = {value, *filter(is_alias, found)}
+    return [reader for reader in found if any(written in views for _, written in written_arguments(reader))]
 
 
 def _splits_last(shape: Sequence[int], last: int) -> bool:

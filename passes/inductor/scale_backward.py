@@ -58,7 +58,7 @@ class ScaleBackward(Pass):
         values = list(output.args[0])  # type: ignore[arg-type]  # a tuple
         restored: dict[fx.Node, fx.Node] = {}
         with gm.graph.inserting_before(output):
-            for position in (p for positions in roles.gradients.values() for p in positions):
+            for position in roles.gradients:
                 node = values[position]
                 if isinstance(node, fx.Node) and _is_differentiable(node):
                     # one value may be the gradient of several inputs

@@ -52,7 +52,7 @@ class QuantiseMatmuls(Pass):
        is a product in the low dtype, or in fp32 where the program is stored: oneDNN and runtimes make one call of that.
        What convolutions read, and otherwise only additions, is read in uint8 by these, and pooled so if it was pooled.
     6. a value with an infinity or NaN has a scale of zero or NaN: everything that depends on the scale becomes NaN,
-       which a loss scaler sees as it does the infinity.
+       which a loss scaler sees as it does the infinity. By the scale of a plan these become finite.
 
     Before, with ``w`` of 512 rows::
 

@@ -224,6 +224,25 @@ def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
 
 
 @pytest.mark.usefixtures("op_by_op")
+@pytest.mark.usefixtures("op_by_op")
+def test_gradients_of_inputs_that_overlap_and_are_written_to_leave_with_their_true_size() -> None:
+    """AOTAutograd gives the graph the base of such inputs instead, and the graph returns the base's gradient."""
+    up, weight, x = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8)), torch.randn(6, 8)
+
+    def head(rows: Tensor, last: Tensor) -> Tensor:
+        rows.mul_(0.5)
+        return (F.linear(rows * 1.0, weight).sum(0) + F.linear(last * 1.0, weight)[0]).sum()
+
+    def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
+        hidden = up(x) * 1.0
+        return list(torch.autograd.grad(run(hidden, hidden[-1:]), [up.weight, weight]))
+
+    scaler, run = new_scaler(), compiled(head)
+    for found, exact in zip(gradients(run), gradients(head), strict=True):
+        assert (found - exact).norm() < 5e-3 * exact.norm()
+    assert scaler.get_scale() == 128.0
+
+
 def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torchs_error() -> None:
     loop, x, head = Loop(), batch().requires_grad_(), nn.Linear(8, 1)
 

@@ -99,6 +99,18 @@ def test_one_element_of_each_piece_of_a_weight_is_sampled_and_compared_by_bits(l
         assert not fingerprint.matches([weight])
 
 
+def test_weights_without_a_version_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.inference_mode():
+        weight = torch.randn(64, 64)
+        for _ in range(2):
+            fingerprint = Fingerprint([weight], [weight])
+        assert fingerprint.matches([weight])
+        weight.mul_(2.0)
+        assert not fingerprint.matches([weight])
+    [text] = [record.getMessage() for record in caplog.records if "version" in record.getMessage()]
+    assert "amp_fx.weights.touch(parameter)" in text
+
+
 def test_a_call_compares_all_weights_by_one_read_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = list[int]()
     original = Tensor.index_select
