@@ -145,7 +145,13 @@ class _CapturedQuantiser(Quantiser):
 
     def _read_bytes(self, source: fx.Node, scale: tuple[float, int], data: fx.Node) -> None:
         """Additions read the bytes of a value, and if it was pooled, bytes are pooled."""
-        for addition in additions_of(source):
+        additions = additions_of(source)
+        if (first := min(additions, default=data)) < data:
+            # it is added before it is convolved
+            for step in (*data.all_input_nodes, data):
+                if step is not source:
+                    first.prepend(step)
+        for addition in additions:
             # what is added to it may be wider, or be written to
             dtype = addition.meta["val"].dtype
             with self._graph.inserting_before(addition):

@@ -189,8 +189,14 @@ def added_and_written(a: Tensor, z: Tensor, convolve: Callable[[Tensor], Tensor]
     return y, z + 1.0
 
 
+def added_early(a: Tensor, z: Tensor, convolve: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Adds before it convolves."""
+    total = a + z.mean(1, keepdim=True)
+    return total + convolve(a), z * 2.0
+
+
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("program", [added_late, added_and_written])
+@pytest.mark.parametrize("program", [added_late, added_and_written, added_early])
 def test_what_is_convolved_in_int8_may_be_added_to_anything_anywhere(program: Any) -> None:
     def call(m: Any, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         y, total = program(m.stem(x).relu(), z, m.body)
