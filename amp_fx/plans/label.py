@@ -87,6 +87,7 @@ class Kind(str, enum.Enum):
     NOT_A_WEIGHT = "not-a-weight", "{policy} multiplies by weights"
     NO_ROWS = "no-rows", "it has no rows"
     FEW_ROWS = "few-rows", "{level} multiplies {fewest} rows or more"
+    LONG_SUM = "long-sum", "a sum in {level} has {most} products at most, not {contracted}"
     INDIVISIBLE = "indivisible", "{grain} does not divide its sizes {sizes}"
     UNEVEN_BLOCKS = "uneven-blocks", "{block} does not divide the {contracted} that it contracts"
     LAST_LINEAR = "last-linear", "the last linear stays in the low dtype"

@@ -57,6 +57,7 @@ class Implementation:
     keeps_weights: bool = False  # it takes only weights of which copies live across calls
     grain: int = 16  # what divides the sizes that are contracted, and the columns
     fewest: int = 1  # rows that a kernel of CUDA takes at least
+    most: int | None = None  # elements that are contracted, where a sum of more products may overflow
     measured: bool = False  # values have one scale, which a plan has
     packs: bool = False  # the weight is laid out anew in each call of more than one row
     one_row: float = 0.0  # seconds that a call of a single row gains on the low dtype, beside the arithmetic
@@ -65,8 +66,11 @@ class Implementation:
 _SCALED_MM = Implementation(name="scaled_mm")
 # B200 and GB200, B300 and GB300: cuBLAS takes scales of blocks; torch._scaled_mm passes them on from torch 2.7 on
 _BLOCK_SCALED_MM = Implementation(name="scaled_mm", capabilities=((10, 0), (10, 3)))
+_LARGEST_SUM = torch.iinfo(torch.int32).max
 #: for oneDNN
-_UNSIGNED = functools.partial(Implementation, value=torch.uint8, device="cpu", keeps_weights=True)
+_UNSIGNED = functools.partial(
+    Implementation, value=torch.uint8, device="cpu", keeps_weights=True, most=_LARGEST_SUM // (255 * 127)
+)
 _INT8_MM = (
     _UNSIGNED(
         name="int8_measured",
@@ -94,7 +98,12 @@ _INT8_MM = (
     ),
     # aten._int_mm
     Implementation(
-        name="int8_signed", about="both operands are signed", multiply=int8_mm, grain=8, fewest=17
+        name="int8_signed",
+        about="both operands are signed",
+        multiply=int8_mm,
+        grain=8,
+        fewest=17,
+        most=_LARGEST_SUM // (127 * 127),
     ),
 )
 

@@ -12,7 +12,7 @@ from amp_fx._torch import OpOverload
 from amp_fx.errors import VerifyError
 from amp_fx.graphs.calls import differentiated, grad_modes, is_cast, output_nodes, where
 from amp_fx.graphs.fake_runs import fake_values, run_fake
-from amp_fx.graphs.keys import CAST_META, OUTPUT_META, RAN_META
+from amp_fx.graphs.keys import CAST_META, OUTPUT_META, RAN_META, STEP_META
 from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, tensors
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.insert_casts import retyped_arguments
@@ -107,8 +107,8 @@ class Verify(Pass):
 
     Checked:
 
-    1. every call that was re-typed runs and gives the dtypes its ``meta["val"]`` claims. Those that ran on the very
-       same values when casts were inserted have shown it.
+    1. every call that was re-typed, or reads what a pass has added, runs and gives the dtypes its ``meta["val"]``
+       claims. Those that ran on the very same values when casts were inserted have shown it.
     2. ``low`` and ``fp32`` ops take and produce the planned dtype; fake tensors let a matmul have two.
     3. the graph's outputs have the dtypes of the program as traced.
 
@@ -146,10 +146,10 @@ class Verify(Pass):
 
 
 def _is_retyped(source: fx.Node) -> bool:
-    """True where the value has another dtype than in the program as traced."""
+    """True where the value may have another dtype than in the program as traced."""
     plan, value = label_of(source), source.meta.get("val")
     if plan is None:
-        return CAST_META in source.meta
+        return CAST_META in source.meta or STEP_META in source.meta
     return not is_eligible(value) or value.dtype is not plan.traced
 
 

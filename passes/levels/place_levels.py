@@ -58,7 +58,8 @@ class PlaceLevels(Pass):
     2. no implementation takes its sizes: their grain (16 in fp8) does not divide them, or they are not known: the
        contracted one and the columns, and for the gradient of a weight its rows, too. So tokens count only where they
        are contracted. Where blocks have scales, a block divides what is contracted, and the rows are known. In int8 the
-       second is a weight, and on CUDA there are at least 17 rows. A convolution needs a scale that was measured.
+       second is a weight, sums fit into 32 bits, and on CUDA there are at least 17 rows. A convolution needs a scale
+       that was measured.
     3. it, or what it gives a gradient of, is the last of the forward: what that returns is multiplied no more, nor
        added to a residual stream.
     4. it gives the gradient of a weight, and the level leaves these.
@@ -203,6 +204,8 @@ class PlaceLevels(Pass):
         sizes = matmul.sizes if matmul.role == WEIGHT else (contracted, columns)
         if not divides(way.grain, sizes):
             return Reason.of(Kind.INDIVISIBLE, grain=way.grain, sizes=" x ".join(map(str, sizes)))
+        if way.most is not None and contracted > way.most:
+            return Reason.of(Kind.LONG_SUM, level=way.name, most=way.most, contracted=contracted)
         return None
 
     def _chosen(self, allowed: Mapping[Matmul, Implementation]) -> set[Matmul]:
@@ -212,11 +215,8 @@ class PlaceLevels(Pass):
         if self.budget is None:
             labels = Priced(problem).choose(0.0).placement
         else:
-            sensitivities = dict(self.budget.sensitivities)
-            terms = [
-                SensitivityTerm(sensitivities.get(variable, math.inf), LOW, variable)
-                for variable in problem.unary
-            ]
+            added = dict(self.budget.sensitivities)
+            terms = [SensitivityTerm(added.get(each, math.inf), LOW, each) for each in problem.unary]
             (labels,) = within([Priced(problem, terms)], self.budget.limit).placement
         return {matmul for matmul in allowed if labels[matmul.variable] is LOW}
 

@@ -145,12 +145,22 @@ class _CapturedQuantiser(Quantiser):
 
     def _read_bytes(self, source: fx.Node, scale: tuple[float, int], data: fx.Node) -> None:
         """Additions read the bytes of a value, and if it was pooled, bytes are pooled."""
-        for addition in additions_of(source):
+        additions = additions_of(source)
+        if (first := min(additions, default=data)) < data:
+            # it is added before it is convolved
+            for step in (*data.all_input_nodes, data):
+                if step is not source:
+                    first.prepend(step)
+        for addition in additions:
+            # what is added to it may be wider, or be written to
+            dtype = addition.meta["val"].dtype
             with self._graph.inserting_before(addition):
                 addition.replace_input_with(source, whole(data, scale, self._call))
             addition.meta["val"] = run_fake(addition)
+            if addition.meta["val"].dtype is dtype:
+                continue
             with self._graph.inserting_after(addition):
-                rounded = self._call(CAST, addition, source.meta["val"].dtype)
+                rounded = self._call(CAST, addition, dtype)
             addition.replace_all_uses_with(rounded, lambda reader, rounded=rounded: reader is not rounded)
         pools = source.target is aten.max_pool2d.default
         if pools and len((before := source.all_input_nodes[0]).users) == 1:

@@ -174,6 +174,53 @@ def test_what_is_added_to_a_product_stays_the_programs_own() -> None:
     assert torch.equal(given, x)
 
 
+def added_late(a: Tensor, z: Tensor, convolve: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Adds to a wide value in place."""
+    y, total = convolve(a), z * 1.0
+    total += a
+    return y, total * 2.0
+
+
+def added_and_written(a: Tensor, z: Tensor, convolve: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Adds to an input, and writes to it again."""
+    y = convolve(a)
+    z += a
+    z.mul_(2.0)
+    return y, z + 1.0
+
+
+def added_early(a: Tensor, z: Tensor, convolve: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Adds before it convolves."""
+    total = a + z.mean(1, keepdim=True)
+    return total + convolve(a), z * 2.0
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("program", [added_late, added_and_written, added_early])
+def test_what_is_convolved_in_int8_may_be_added_to_anything_anywhere(program: Any) -> None:
+    def call(m: Any, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        y, total = program(m.stem(x).relu(), z, m.body)
+        return m.head(y), total
+
+    with torch.inference_mode(False):
+        # large beside what is added: rounded to 16 bits it is far off
+        x, z = torch.randn(2, 3, 8, 8), 100 * torch.rand(2, 8, 8, 8)
+        body, stem = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
+        model = Parts(call, stem=stem, body=body, head=nn.Conv2d(8, 8, 1)).eval()
+        batches = [(x, z.clone())]
+        cal = amp_fx.calibrate(model, batches, of="outputs", policy="int8", profile="off")
+    plan = cal.plan(budget=100, verify=False)
+    assert [row.module_path for row in plan.plans[0].nodes if row.scales] == ["stem", "body"]
+    options: Any = {"plan": plan, "strict": True}
+    run = torch.compile(model, backend="amp_fx", options=options)
+    ours, theirs = z.clone(), z.clone()
+    got, want = run(x, ours), model(x, theirs)
+    assert [value.dtype for value in got] == [torch.float32] * 2
+    assert error([got[0]], [want[0].double()]) < 0.05
+    for value, wanted in ((got[1], want[1]), (ours, theirs)):
+        assert error([value], [wanted.double()]) < 1e-4
+
+
 @pytest.mark.int8_rate
 def test_by_default_only_what_pays_is_quantised() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 4096))

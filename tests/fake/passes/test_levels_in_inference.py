@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from amp_fx import explain, record, rewriting
+from amp_fx import Plan, explain, record, rewriting
 from amp_fx.graphs.keys import COPY_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.passes import Given, PassContext, PlaceLevels, captured_passes, run_passes
@@ -44,6 +44,13 @@ class Columns(nn.Module):
 
 def chain(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 32, bias=False), nn.Linear(32, 16, bias=False))
+
+
+def in_int8(gm: fx.GraphModule, **how: Any) -> Plan:
+    """Multiplies in int8 all that may be, by weights of which copies are kept."""
+    levels = PlaceLevels(LEVELS["int8"], "cpu", joint=False, **{"keeps_weights": True, **how})
+    context = PassContext(folded=frozenset(node.name for node in gm.graph.find_nodes(op="placeholder")))
+    return run_passes(gm, captured_passes(Given(levels=levels)), context)
 
 
 def run(model: nn.Module, x: Tensor, folder: Path, level: str = "rowwise", **others: Any) -> Rewritten:
@@ -135,12 +142,35 @@ def test_only_where_copies_live_across_calls_a_weight_is_packed_and_values_are_u
 ) -> None:
     with torch.no_grad():
         gm = captured(chain(64), torch.randn(6, 64))
-    levels = PlaceLevels(LEVELS["int8"], "cpu", joint=False, keeps_weights=keeps)
-    context = PassContext(folded=frozenset(node.name for node in gm.graph.find_nodes(op="placeholder")))
-    plan = run_passes(gm, captured_passes(Given(levels=levels)), context)
+    plan = in_int8(gm, keeps_weights=keeps)
     assert [r.values["level"] for row in plan.nodes for r in row.reasons if r.kind is Kind.LEVEL] == [way]
     made = {node.meta["val"].dtype for node in calls(gm, aten.to.dtype)}
     assert made & {torch.uint8, torch.int8} == dtypes
+
+
+@pytest.mark.parametrize(
+    ("contracted", "way"),
+    [(66_304, "int8_packed"), (66_312, "int8_signed"), (133_144, "int8_signed"), (133_152, "")],
+)
+def test_sums_of_bytes_that_may_overflow_are_not_made(contracted: int, way: str) -> None:
+    with torch.no_grad():
+        gm = captured(chain(contracted), torch.randn(6, contracted))
+    plan = in_int8(gm)
+    first = next(row for row in plan.nodes if row.flops)
+    assert [r.values["level"] for r in first.reasons if r.kind is Kind.LEVEL] == [way] * bool(way)
+    values = {"level": "int8_signed", "most": 133_144, "contracted": contracted, "role": "forward"}
+    assert [r.values for r in first.reasons if r.kind is Kind.LONG_SUM] == [values] * (not way)
+
+
+@pytest.mark.parametrize(("channels", "fits"), [(1036, True), (1037, False)])
+def test_a_convolution_contracts_the_window_of_the_channels_of_a_group(channels: int, fits: bool) -> None:
+    layers = nn.Conv2d(2 * channels, 2, 8, groups=2), nn.Conv2d(2, 4, 1)
+    with torch.no_grad():
+        gm = captured(nn.Sequential(*layers).eval(), torch.randn(1, 2 * channels, 8, 8))
+    plan = in_int8(gm, scales=(("conv2d", (0.1, 128)),))
+    first = next(row for row in plan.nodes if row.flops)
+    assert first.is_because(Kind.LEVEL) is fits
+    assert first.is_because(Kind.LONG_SUM) is not fits
 
 
 def test_a_value_is_converted_once_for_all_that_read_it(tmp_path: Path) -> None:
