@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,15 +36,18 @@ from torch._guards import CompileContext
 from torch._logging import trace_structured
 
 __all__ = [
-    "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "HOOKS", "UNTRACED", "breaks_since_reset", "compile_id",
-    "copy_of", "given_up", "graph_break", "in_compiled_autograd", "in_inference_mode", "install_all",
-    "is_left_out_in_place", "is_looked_up", "log_artifact", "note_inference_mode", "note_mode", "raised_by_backend",
-    "speaks_to_dynamo", "take_over", "unwrapped_errors",
+    "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "HOOKS", "UNTRACED", "after_closure",
+    "breaks_since_reset", "compile_id", "copy_of", "given_up", "graph_break", "in_compiled_autograd",
+    "in_inference_mode", "install_all", "is_left_out_in_place", "is_looked_up", "log_artifact",
+    "note_inference_mode", "note_mode", "raised_by_backend", "speaks_to_dynamo", "take_over", "unwrapped_errors",
 ]  # fmt: skip
 
 
 class Hook:
-    """One place where torch calls us, and whom that calls; ``add`` makes torch call a function."""
+    """One place where torch calls us, and whom that calls; ``add`` makes torch call a function.
+
+    One listener may return what torch is to get; the others return None.
+    """
 
     def __init__(self, add: Callable[[Any], object]) -> None:
         self._add = add
@@ -67,9 +71,9 @@ class Hook:
         """``listener`` is called no more; it may ask for that itself."""
         self._listeners = tuple(other for other in self._listeners if other != listener)
 
-    def _call_listeners(self, *args: Any) -> None:
-        for listener in self._listeners:
-            listener(*args)
+    def _call_listeners(self, *args: Any) -> object:
+        results = [listener(*args) for listener in self._listeners]
+        return next((result for result in results if result is not None), None)
 
 
 class _Callbacks(list[Any]):
@@ -93,7 +97,8 @@ def _leave_untraced(_: Any) -> None:
 
 #: in which mode the program called the function that Dynamo compiles; with ``torch._dynamo.callback.CallbackArgs``
 COMPILE_STARTS = Hook(_when_compiling_starts)
-#: an optimizer steps without the scaler that has scaled its gradients; with the optimizer and the arguments of a step
+#: an optimizer steps without the scaler that has scaled its gradients; with the optimizer and the arguments of a
+#: step, in whose place a listener may return others
 BEFORE_STEP = Hook(_optimizer.register_optimizer_step_pre_hook)
 #: copies of weights, which a step changes; an optimizer steps, and no graph has arrived; likewise
 AFTER_STEP = Hook(_optimizer.register_optimizer_step_post_hook)
@@ -109,6 +114,24 @@ def install_all() -> None:
     """Puts everything of amp_fx into torch; may be called again."""
     for hook in HOOKS:
         hook.install()
+
+
+def after_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], object]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a step with a closure that calls ``then`` in the end; None where they have no closure."""
+    optimizer, *own = args
+    closure = kwargs["closure"] if "closure" in kwargs else next(iter(own), None)
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def run(*given: Any, **named: Any) -> Any:
+        loss = closure(*given, **named)
+        then()
+        return loss
+
+    return (args, {**kwargs, "closure": run}) if "closure" in kwargs else ((optimizer, run, *own[1:]), kwargs)
 
 
 class _Started(threading.local):

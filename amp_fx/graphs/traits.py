@@ -140,6 +140,8 @@ _MORE: Mapping[str, Op] = {
     "mm": Op(linear=LinearForm(0, 1, None, by_rows=False)),
     "matmul": Op(linear=LinearForm(0, 1, None, by_rows=False)),
     "baddbmm": Op(addend="self"),
+    "_embedding_bag_backward": Op(rows=0),
+    "_sparse_coo_tensor_with_dims_and_tensors": Op(rows=4),
     "_unsafe_masked_index_put_accumulate": Op(rows=3),
     "embedding_dense_backward": Op(rows=0),
     "index_add": Op(rows=3),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amp_fx._torch import BEFORE_STEP, UNTRACED, update_scale
+from amp_fx._torch import BEFORE_STEP, UNTRACED, after_closure, update_scale
 from amp_fx.errors import ScalerError, did_you_mean
 from amp_fx.scaling.findings import Step, any_of, look, names_of, parameters_of
 
@@ -114,9 +114,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
-        if not self._here.in_graph:
-            self._here.in_graph = True
-            BEFORE_STEP.listen(_check_step)
+        self._here.in_graph = True
         self._here.now.enter(names, leaves)
         if self._here.scaled_outside:
             return torch.ones((), device=device)
@@ -300,6 +298,7 @@ def _register(scaler: GradScaler, *, replace: bool) -> None:
     with _lock:
         if replace or scaler.name not in _scalers:
             _scalers[scaler.name] = scaler
+    BEFORE_STEP.listen(_check_step)  # now: a step's closure may be the first that calls a graph
 
 
 def find_scaler(name: str) -> GradScaler:
@@ -320,16 +319,26 @@ def _scalers_of(optimizer: Optimizer) -> list[GradScaler]:
     return [scaler for scaler in list(_scalers.values()) if not keys.isdisjoint(scaler._here.now.leaves)]
 
 
-def _check_step(optimizer: Optimizer, *_: object) -> None:
+def _check_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    """Checks before a step, and once more after its closure, if it has one: that makes the gradients anew."""
+    _check(optimizer)
+    if all(scaler._here.is_asked for scaler in list(_scalers.values()) if scaler.is_enabled()):
+        BEFORE_STEP.leave(_check_step)
+        return None
+    return after_closure(args, kwargs, lambda: _check(optimizer))
+
+
+def _check(optimizer: Optimizer) -> None:
     """Before the first step of what a scaler's graphs have scaled: that scaler has to have looked at the gradients."""
     scalers = _scalers_of(optimizer)
+    waiting = [scaler for scaler in scalers if not scaler._here.is_asked]
     states = [scaler._per_optimizer_states.get(id(optimizer)) for scaler in scalers]
-    if scalers and not any(state and state["found_inf_per_device"] for state in states):
-        _refuse(scalers[0], "something else, another scaler or the loop itself,")
-    for scaler in scalers:
+    if waiting and not any(state and state["found_inf_per_device"] for state in states):
+        _refuse(waiting[0], "something else, another scaler or the loop itself,")
+    for scaler in waiting:
         scaler._here.is_asked = True
-    if all(scaler._here.is_asked for scaler in list(_scalers.values()) if scaler._here.in_graph):
-        BEFORE_STEP.leave(_check_step)
 
 
 def _refuse(scaler: GradScaler, stepping: str) -> NoReturn:

@@ -32,7 +32,8 @@ class ScaleBackward(Pass):
        the division itself: a cast of its own would be one that ``gemm_epilogue`` moves into the matmul, and what
        the division reads and writes would double.
     3. a gradient that is rows added into zeros, such as an embedding table's, is divided row by row before, in the
-       kernel that makes the rows or adds them: the table is then not read and written once more.
+       kernel that makes the rows or adds them: the table is then not read and written once more. One that is sparse
+       is always divided so: Inductor has no arithmetic on sparse tensors.
     4. graphs without a backward, and bodies of higher-order ops, stay as they are.
 
     Before, and after::
@@ -99,7 +100,10 @@ class _Work:
         if (position := _added_rows(node)) is None:
             return self._divide(node)
         with self.graph.inserting_before(node):
-            node.update_arg(position, self._divide(node.args[position]))  # type: ignore[arg-type]  # a node
+            rows = self._divide(node.args[position])  # type: ignore[arg-type]  # a node
+            if len(node.users) > 1:
+                node = self.graph.node_copy(node)
+            node.update_arg(position, rows)
         return node
 
     def _divide(self, node: fx.Node) -> fx.Node:
@@ -123,7 +127,9 @@ class _Work:
 def _added_rows(node: fx.Node) -> int | None:
     """Which argument the node adds into zeros, and nothing else, if dividing that is cheaper; else None."""
     position = op_row(node).rows
-    if position is None or len(node.users) != 1:
+    if position is None or node.meta["val"].is_sparse:
+        return position
+    if len(node.users) != 1:
         return None
     rows = node.args[position]
     if not isinstance(rows, fx.Node) or rows.meta["val"].dtype in LOW_DTYPES:

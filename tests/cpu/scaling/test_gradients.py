@@ -223,6 +223,18 @@ def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
         assert loop.end() is (factor == 1.0)
 
 
+def test_sparse_gradients_of_tables_in_the_graph_are_true_to_scale() -> None:
+    # compiled: op by op, sparse tensors can be divided
+    table, bag = nn.Embedding(10, 8, sparse=True), nn.EmbeddingBag(10, 8, sparse=True, mode="sum")
+    model = Parts(lambda m, x: m.up(m.table(x).sum(1) + m.bag(x)), table=table, bag=bag, up=nn.Linear(8, 8))
+    loop, ids = Loop(model), torch.tensor([[1, 1, 3], [3, 7, 9]])
+    loop.backward(loss_of(loop.run, ids))
+    assert gradient(table.weight).is_sparse
+    assert gradient(bag.weight).is_sparse
+    assert gradients_are(model, ids)
+    assert loop.end()
+
+
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.usefixtures("op_by_op")
 def test_gradients_of_inputs_that_overlap_and_are_written_to_leave_with_their_true_size() -> None:

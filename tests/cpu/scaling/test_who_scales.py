@@ -71,6 +71,55 @@ def test_a_step_without_the_graphs_scaler_is_refused(way: Callable[[torch.optim.
         way(loop.optimizer)
 
 
+STEPS: dict[str, Callable[[Loop, Callable[[], Any]], object]] = {
+    "SGD": lambda loop, closure: loop.optimizer.step(closure),
+    "by name": lambda loop, closure: loop.optimizer.step(closure=closure),
+    "LBFGS": lambda loop, closure: torch.optim.LBFGS(loop.model.parameters()).step(closure),
+    "with torch's, disabled": lambda loop, closure: theirs(enabled=False).step(loop.optimizer, closure),
+}
+
+
+@pytest.mark.parametrize("take", STEPS.values(), ids=STEPS)
+def test_a_step_whose_closure_makes_the_first_gradients_is_refused_before_it_changes_a_weight(
+    take: Callable[[Loop, Callable[[], Any]], object],
+) -> None:
+    loop = Loop()
+    before = weights(loop.model)
+
+    def closure() -> Any:
+        loss = loop.loss(bad=True)
+        loss.backward()
+        return loss
+
+    with pytest.raises(ScalerError, match=loop.scaler.name):
+        take(loop, closure)
+    assert same(loop.model, before)
+
+
+def test_a_closure_that_looks_by_itself_steps_and_is_called_alone_until_there_is_another_scaler() -> None:
+    loop = Loop()
+    before, results, given = weights(loop.model), list[Tensor](), list[object]()
+    loop.optimizer.register_step_pre_hook(lambda _, args, kwargs: given.extend((*args[1:], *kwargs.values())))
+
+    def closure() -> Any:
+        """The user's."""
+        results.append(loop.loss())
+        results[-1].backward()
+        loop.scaler.unscale_(loop.optimizer)
+        return results[-1]
+
+    others = list[Loop]()
+    for is_alone in (False, True, False):
+        loop.optimizer.zero_grad()
+        assert loop.optimizer.step(closure) is results[-1]
+        loop.scaler.update()
+        assert (given[-1] is closure) is is_alone
+        assert given[-1].__doc__ == closure.__doc__
+        if is_alone:
+            others.append(Loop(name="other"))
+    assert not same(loop.model, before)
+
+
 def test_a_scaler_of_another_name_is_refused() -> None:
     loop, other = Loop(), new_scaler(name="other")
     for _ in range(2):

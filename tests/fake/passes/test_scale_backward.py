@@ -124,6 +124,22 @@ ADDING = {
     "masked_index_put": lambda zeros, rows: aten._unsafe_masked_index_put_accumulate.default(
         zeros, torch.ones(4, 1, dtype=torch.bool), [ROWS], rows
     ),
+    "sparse": lambda zeros, rows: aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        1, 1, zeros.shape, ROWS[None], rows, dtype=rows.dtype, layout=torch.sparse_coo, device="cpu"
+    ),
+    "sparse bag": lambda _, rows: aten._embedding_bag_backward.default(
+        rows,
+        ROWS,
+        torch.arange(4),
+        torch.arange(4),
+        torch.ones(4, dtype=torch.int64),
+        ROWS,
+        40,
+        False,
+        0,
+        True,
+        None,
+    ),
 }
 
 
@@ -141,7 +157,7 @@ def test_rows_are_divided_before_they_are_added_into_a_table_of_zeros(add: Calla
     gm.recompile()
     rows = torch.randn(4, 4)
     gradient = gm(rows, torch.tensor(256.0), rows)[1]
-    assert torch.equal(gradient, torch.zeros(40, 4).index_add(0, ROWS, rows * 2))
+    assert torch.equal(gradient.to_dense(), torch.zeros(40, 4).index_add(0, ROWS, rows * 2))
 
 
 OTHERS = {
@@ -157,6 +173,28 @@ OTHERS = {
 @pytest.mark.parametrize("gm", OTHERS.values(), ids=OTHERS)
 def test_other_tables_are_divided_whole(gm: fx.GraphModule) -> None:
     assert division(gm) in gm.graph.output_node().all_input_nodes
+
+
+def test_a_sparse_table_is_divided_by_rows_even_where_it_is_small_or_low_or_used_further() -> None:
+    assert division(table_gradient(ADDING["sparse"], size=2)).meta["val"].shape == (4, 4)
+    low = joint_graph(lambda x, tangent: (x, ADDING["sparse"](x, tangent)), [FP16], [FP16], [0])
+    assert scaled(low).endswith("div.Tensor:f32, convert:f16, _sparse_coo_tensor_with_dims_and_tensors:f16")
+
+    def program(x: Tensor, w: Tensor, tangent: Tensor) -> tuple[Tensor, ...]:
+        zeros = torch.full((40, 4), 0.0)
+        table = ADDING["sparse"](zeros, tangent * 2)
+        return x, zeros + table, table
+
+    gm = joint_graph(program, [FP32, FP32], [FP32], [0, 1])
+    scaled(gm)
+    gm.recompile()
+    rows = torch.randn(4, 4)
+    _, dense, sparse, _ = gm(rows, rows, torch.tensor(256.0), rows)
+    assert sparse.is_sparse
+    assert torch.equal(dense, sparse.to_dense())
+    assert torch.equal(dense, torch.zeros(40, 4).index_add(0, ROWS, rows * 2))
+    divisions = gm.graph.find_nodes(op="call_function", target=aten.div.Tensor)
+    assert not any(node.meta["val"].is_sparse for node in divisions)
 
 
 def test_on_cuda_more_rows_than_the_table_has_are_divided_in_the_kernel_that_adds_them() -> None:
