@@ -200,12 +200,7 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) 
 
 def _units(step: Step, returned: Any) -> tuple[list[Tensor], float]:
     """The outputs, each divided by its norm, and the norm of all of that."""
-    if not (every := step.outputs(returned)):
-        raise AmpFxError(
-            f"the model returned no floating tensor: {type(returned).__name__}. Give of=function, which picks what "
-            "counts of what the model returns."
-        )
-    outputs = [output for output in every.values() if output.requires_grad]
+    outputs = [output for output in step.outputs(returned).values() if output.requires_grad]
     norms = [output.detach().double().norm().item() for output in outputs]
     if not any(norms) or not all(map(math.isfinite, norms)):
         raise AmpFxError(
