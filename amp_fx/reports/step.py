@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from amp_fx._torch import autocast_disabled
-from amp_fx.errors import AmpFxError
+from amp_fx.errors import AmpFxError, OptionsError
 
 __all__ = ["Results", "Step", "apart", "entry_of", "loss_of", "plain", "relative_error", "untouched"]
 
@@ -43,6 +43,15 @@ class Step:
     of_outputs: bool = False
     #: grad mode of a call whose outputs are judged
     grad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pick is not None and not callable(self.pick):
+            given = self.pick
+            shape = f" of shape {tuple(given.shape)}" if isinstance(given, Tensor) else ""
+            raise OptionsError(
+                f"loss must be a function of what the model returns, or None; got {type(given).__name__}{shape}. "
+                "Arguments of the model are one batch: (x, y), or {'x': x, 'y': y}."
+            )
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
