@@ -269,14 +269,18 @@ def lower(
     own = {**_hook("joint", joint, opts), **_hook("post_grad", PARTITIONED, opts)}
     # calls from Python take up to a seventh of a small model's time, in training less; apart, C++ compiles as fast
     in_cpp = devices == {"cpu"} and not torch.is_grad_enabled()
-    calls = dict.fromkeys(("cpp_wrapper", "cpp_wrapper_build_separate"), True) if in_cpp else {}
+    inductor = dict(opts.inductor)
+    if in_cpp and "cpp_wrapper" not in inductor:
+        calls = dict.fromkeys(("cpp_wrapper", "cpp_wrapper_build_separate"), True)
+        # a CPU has no CUDA graphs, and torch warns where it cannot have both
+        inductor = {**calls, **inductor, "triton.cudagraphs": False}
     if "cpu" in devices:
         # what the caches hand out may call it
         convert_op()
     # the cache does not tell a listener what the pass chose
     anew = traced_anew() if place is not None and is_heard() else contextlib.nullcontext()
     with autocast_shield(), anew:
-        compiled = compile_with_inductor(gm, example_inputs, {**calls, **opts.inductor, **own})
+        compiled = compile_with_inductor(gm, example_inputs, {**inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)
 
 

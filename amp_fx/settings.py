@@ -15,6 +15,7 @@ import torch
 
 from amp_fx._torch import inductor_mode_options, inductor_option_names
 from amp_fx.errors import OptionsError, did_you_mean, one_of
+from amp_fx.placement.devices import load
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
@@ -106,6 +107,7 @@ class Options:
 
         Raises:
             OptionsError: unknown key, bad value, or a contradiction.
+            ProfileError: the file of a profile cannot be read, or is none.
             PlanError: the plan or sensitivity file cannot be read, or holds no plan or sensitivity.
         """
         given = options or {}
@@ -121,7 +123,7 @@ class Options:
             dtype=dtype,
             policy=policy,
             numerics=one_of("numerics", NUMERICS, values.get("numerics", "compiled")),
-            profile=_of_kind("profile", str, "'auto', 'off' or a file's path", values.get("profile", "auto")),
+            profile=_parse_profile(values.get("profile", "auto")),
             plan=_parse_plan(values.get("plan")),
             scaler=_parse_scaler(values.get("scaler"), dtype),
             weights=one_of("weights", WEIGHTS, values.get("weights", "auto")),
@@ -154,6 +156,7 @@ def options(**given: Unpack[OptionNames]) -> dict[str, Any]:
 
     Raises:
         OptionsError: an unknown name, a bad value or a contradiction.
+        ProfileError: the file of a profile cannot be read, or is none.
         PlanError: the file of a plan cannot be read.
     """
     inductor = _of_kind("inductor", Mapping, "a mapping of options of Inductor", given.pop("inductor", {}))
@@ -189,8 +192,7 @@ def compile(
         What ``torch.compile`` returns.
 
     Raises:
-        OptionsError: as :func:`options`, or an unknown mode.
-        PlanError: the file of a plan cannot be read.
+        OptionsError, ProfileError, PlanError: as :func:`options`, or an unknown mode.
     """
     # an option by its name wins over the mode, as in the backend
     checked = {**Options.parse(mode).inductor, **options(**given)}
@@ -224,6 +226,14 @@ def _parse_dtype(value: object, policy: Policy) -> torch.dtype | None:
             "the two."
         )
     return named
+
+
+def _parse_profile(value: object) -> str:
+    """A word or a path; the file is read again for the device of each graph."""
+    spec: str = _of_kind("profile", str, "'auto', 'off' or a file's path", value)
+    if spec not in ("auto", "off"):
+        load(spec)
+    return spec
 
 
 def _parse_plan(value: object) -> tuple[Plan, ...] | None:

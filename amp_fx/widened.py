@@ -30,7 +30,8 @@ class Widened(nn.Module):
     def forward(self, stored: Tensor) -> Tensor:
         """The values in fp32."""
         wide = stored.to(torch.float32)
-        if wide.requires_grad and not torch.compiler.is_compiling():
+        # fp32 values that took the place of what was stored are read as they are, and may be trained
+        if wide is not stored and wide.requires_grad and not torch.compiler.is_compiling():
             wide.register_hook(_refuse)
         return wide
 
@@ -113,14 +114,16 @@ def refuse_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         # what cannot have gradients had them before
         asks = isinstance(value, nn.Parameter) and (value.requires_grad or value.dtype not in LOW_DTYPES)
-        if asks and any(map(_is_widening, node.users)):
+        # fp32 values may have taken the place of those in 16 bits; factors are in fp32
+        kinds = (Unscaled,) if asks and value.dtype is torch.float32 else (Widened, Unscaled)
+        if asks and any(_is_widening(user, kinds) for user in node.users):
             _refuse()
 
 
-def _is_widening(node: fx.Node) -> bool:
-    """True for what :class:`Widened` and :class:`Unscaled` compute."""
+def _is_widening(node: fx.Node, kinds: tuple[type, ...] = (Widened, Unscaled)) -> bool:
+    """True for what :class:`Widened` and :class:`Unscaled` compute, or one of them."""
     modules = list(node.meta.get("nn_module_stack", {}).values())
-    return bool(modules) and class_name(modules[-1][1]) in map(class_name, (Widened, Unscaled))
+    return bool(modules) and class_name(modules[-1][1]) in map(class_name, kinds)
 
 
 def _refuse(_gradient: Tensor | None = None) -> None:

@@ -92,7 +92,7 @@ def calibrate(
         seed: of the random signs, and of random numbers that the step itself draws, as for dropout.
 
     Raises:
-        OptionsError: bad options.
+        OptionsError: bad options, or a loss that is no function.
         AmpFxError: not a module, no loss, a gradient that is zero or not finite, or an op without a second derivative.
     """
     program = getattr(model, "_orig_mod", model)

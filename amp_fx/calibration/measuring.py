@@ -28,9 +28,11 @@ from torch.utils._pytree import tree_map
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.meter import Key, Meter
 from amp_fx.calibration.operands import attend, convolve, multiply
+from amp_fx.graphs.calls import short_source, where
 from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form
 from amp_fx.graphs.values import (
     additions_of,
+    in_place_target,
     is_convolved,
     is_eligible,
     is_view,
@@ -106,6 +108,8 @@ class _Measured(fx.Interpreter):
         read = {} if placed is None else self._aliases(n, placed)
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda source: read.get(source, self.env[source]))
         result = self._leaf(n, self._call(n, placed, args, kwargs))
+        if in_place_target(n) is not None and isinstance(result, Tensor) and result.requires_grad:
+            self._meter.writes[short_source(where(n))] = None
         if plan is None or not self._is_observed(n, result):
             return result
         key = self._graph, plan.name, ""

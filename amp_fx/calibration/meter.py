@@ -67,6 +67,8 @@ class Meter:
     #: numbers of graphs that return something, and of those that have a part in what is judged
     returned: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
+    #: source lines that write to values that have gradients
+    writes: dict[str, None] = field(default_factory=dict)
     _shared: dict[Key, Key] = field(default_factory=dict)
 
     def share(self, key: Key, known: Key) -> Key:
@@ -175,7 +177,7 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) 
     ``probes`` vectors of random signs are drawn from the seed of the step; what they find is averaged.
     """
     parameters = [*step.parameters.values()]
-    with _differentiable(), step.returned(program) as returned, torch.enable_grad():
+    with _differentiable(meter), step.returned(program) as returned, torch.enable_grad():
         if step.of_outputs:
             used, norm = _units(step, returned)
         else:
@@ -200,12 +202,7 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) 
 
 def _units(step: Step, returned: Any) -> tuple[list[Tensor], float]:
     """The outputs, each divided by its norm, and the norm of all of that."""
-    if not (every := step.outputs(returned)):
-        raise AmpFxError(
-            f"the model returned no floating tensor: {type(returned).__name__}. Give of=function, which picks what "
-            "counts of what the model returns."
-        )
-    outputs = [output for output in every.values() if output.requires_grad]
+    outputs = [output for output in step.outputs(returned).values() if output.requires_grad]
     norms = [output.detach().double().norm().item() for output in outputs]
     if not any(norms) or not all(map(math.isfinite, norms)):
         raise AmpFxError(
@@ -242,13 +239,19 @@ def _along(values: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _differentiable() -> Iterator[None]:
-    """Names the cause where an op has no derivative, or no second one."""
+def _differentiable(meter: Meter) -> Iterator[None]:
+    """Names the cause where an op has no derivative, or no second one, or what it reads is written to."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
             yield
     except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            lines = "; ".join(meter.writes) or "code that is not traced"
+            raise AmpFxError(
+                "calibrate differentiates the model, and one of these writes in place to what its derivatives read: "
+                f"{lines}. Make a new value there: x = x + y, not x += y."
+            ) from error
         if "not implemented" in str(error) or "does not support" in str(error):
             raise AmpFxError(
                 f"the model cannot be differentiated as often as calibrate needs: {error}"

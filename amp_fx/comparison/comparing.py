@@ -78,7 +78,7 @@ def compare(
         **kwargs: more arguments of the model; those whose names are taken here go into a mapping as the batch.
 
     Raises:
-        OptionsError: bad options, or an unknown reference.
+        OptionsError: bad options, an unknown reference, or a loss that is no function.
         InputError: the model cannot be called with the batch.
         AmpFxError: not a module, a loss that is none, or Dynamo made no graph that could be compared.
     """

@@ -23,7 +23,7 @@ from amp_fx.placement.profile import (
     check_device_type,
 )  # fmt: skip
 
-__all__ = ["builtin", "cuda_profile", "resolve"]
+__all__ = ["builtin", "cuda_profile", "load", "resolve"]
 
 
 def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None:
@@ -40,12 +40,7 @@ def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None
         return spec
     if spec == "auto":
         return builtin(device_type)
-    if not os.path.exists(spec):
-        raise ProfileError(
-            f"Unknown profile {spec!r}; valid: 'auto', 'off', or a file that "
-            "`python -m amp_fx profile -o FILE` wrote." + _near_profile(spec)
-        )
-    profile = DeviceProfile.load(spec)
+    profile = load(spec)
     if device_type == "cpu" and profile.device_type != "cpu":
         return builtin("cpu")
     if profile.device_type != device_type:
@@ -54,6 +49,16 @@ def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None
             f"measure that one with `python -m amp_fx profile --device {device_type} -o FILE`, or use 'auto'."
         )
     return profile
+
+
+def load(spec: str) -> DeviceProfile:
+    """The profile in the file that an option names; ProfileError where there is no such file, or it is none."""
+    if not os.path.exists(spec):
+        raise ProfileError(
+            f"Unknown profile {spec!r}; valid: 'auto', 'off', or a file that "
+            "`python -m amp_fx profile -o FILE` wrote." + _near_profile(spec)
+        )
+    return DeviceProfile.load(spec)
 
 
 def _near_profile(spec: str) -> str:

@@ -122,6 +122,7 @@ def histogram(
 
     Raises:
         InputError: the model does not take the batch.
+        OptionsError: a loss that is no function.
         AmpFxError: not a module, or no loss that depends on a parameter.
     """
     program = getattr(model, "_orig_mod", model)

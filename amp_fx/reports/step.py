@@ -7,7 +7,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from amp_fx._torch import autocast_disabled
-from amp_fx.errors import AmpFxError
+from amp_fx.errors import AmpFxError, OptionsError
 
 __all__ = ["Results", "Step", "apart", "entry_of", "loss_of", "plain", "relative_error", "untouched"]
 
 #: gradients of parameters by name, or outputs by place: fp32, or fp64 where the model is
 Results = dict[str, Tensor]
+
+_NO_GRADIENT = "the loss depends on no parameter that requires a gradient."
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,15 @@ class Step:
     of_outputs: bool = False
     #: grad mode of a call whose outputs are judged
     grad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pick is not None and not callable(self.pick):
+            given = self.pick
+            shape = f" of shape {tuple(given.shape)}" if isinstance(given, Tensor) else ""
+            raise OptionsError(
+                f"loss must be a function of what the model returns, or None; got {type(given).__name__}{shape}. "
+                "Arguments of the model are one batch: (x, y), or {'x': x, 'y': y}."
+            )
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -65,24 +76,36 @@ class Step:
     def judged(self, returned: Any, scale: float = 1.0, beside: Sequence[Tensor] = ()) -> Results:
         """What is judged, given what a call has returned; ``scale`` of the loss is taken out again.
 
-        The loss is also differentiated with respect to ``beside``, for the hooks of these tensors.
+        The loss is also differentiated with respect to ``beside``, for the hooks of these tensors. AmpFxError where
+        nothing is left to judge.
         """
         if self.of_outputs:
             return {name: _wide(value.detach()) for name, value in self.outputs(returned).items()}
         loss, parameters = loss_of(returned, self.pick), self.parameters
+        inputs = [*parameters.values(), *beside]
         with autocast_disabled():
-            found = torch.autograd.grad(loss * scale, [*parameters.values(), *beside], allow_unused=True)
+            found = torch.autograd.grad(loss * scale, inputs, allow_unused=True) if inputs else ()
         named = zip(parameters, found, strict=False)
-        return {name: _wide(gradient) / scale for name, gradient in named if gradient is not None}
+        results = {name: _wide(gradient) / scale for name, gradient in named if gradient is not None}
+        if not results:
+            raise AmpFxError(_NO_GRADIENT)
+        return results
 
     def outputs(self, returned: Any) -> Results:
-        """The floating tensors that count of what a call has returned, by their places."""
-        chosen = plain(returned) if self.pick is None else self.pick(returned)
-        return {
+        """The floating tensors that count of what a call has returned, by their places; AmpFxError for none."""
+        chosen = returned if self.pick is None else self.pick(returned)
+        found = {
             keystr(path): leaf
-            for path, leaf in tree_leaves_with_path(chosen)
+            for path, leaf in tree_leaves_with_path(plain(chosen))
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()
         }
+        if not found:
+            how = "the model returned" if self.pick is None else "the function picked"
+            raise AmpFxError(
+                f"{how} no floating tensor: {type(chosen).__name__}. They may be in tuples, lists, mappings and data "
+                "classes. To pick what counts of other results, give calibrate of=function, or compare loss=function."
+            )
+        return found
 
     def results(self, program: Callable[..., Any] | None = None, scale: float = 1.0) -> Results:
         """What is judged, as the model computes it, or what was made of it."""
@@ -155,7 +178,7 @@ def loss_of(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
             " package.module:callable."
         )
     if not value.requires_grad:
-        raise AmpFxError("the loss depends on no parameter that requires a gradient.")
+        raise AmpFxError(_NO_GRADIENT)
     return value
 
 
@@ -203,8 +226,21 @@ def entry_of(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain(value: Any) -> Any:
-    """Model outputs of transformers and data classes are mappings that pytree does not know."""
-    return dict(value) if isinstance(value, Mapping) else value
+    """What a model returns with dictionaries for its mappings and data classes, many of which pytree does not know."""
+
+    def taken_apart(part: Any) -> Any:
+        named = _named(part)
+        return part if named is None else {name: plain(each) for name, each in named.items()}
+
+    return tree_map(taken_apart, value, is_leaf=lambda part: _named(part) is not None)
+
+
+def _named(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return None
 
 
 def _copy(value: Any) -> Any:

@@ -155,6 +155,15 @@ def test_without_gradients_kernels_are_called_from_cpp_unless_options_say_otherw
     assert [config.get("cpp_wrapper") for _, config, _ in asked] == [True, False, None]
 
 
+@torch.no_grad()
+def test_a_graph_on_a_cpu_alone_asks_for_no_cuda_graphs_unless_it_is_said_who_calls(asked: list[Any]) -> None:
+    given: list[dict[str, Any]] = [{}, {"cpp_wrapper": False}, {"cpp_wrapper": True}]
+    for options in given:
+        torch._dynamo.reset()
+        amp_fx.compile(lambda x: x @ x, mode="reduce-overhead", inductor=options)(torch.randn(4, 4))
+    assert [config["triton.cudagraphs"] for _, config, _ in asked] == [False, True, True]
+
+
 def test_the_kernels_of_a_step_may_be_called_from_cpp() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)), torch.randn(8, 64)
     found = []

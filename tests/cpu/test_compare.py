@@ -10,7 +10,9 @@ import copy
 import functools
 import json
 import re
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,44 @@ def test_without_a_loss_results_are_compared_in_the_mode_of_the_caller(without_i
     assert found.healthy
     assert {row.gradient_error for row in found.worst} == {None}
     assert 0 < found.result_error < 0.02
+
+
+@dataclass
+class Returned:
+    """What pytree does not know."""
+
+    value: Any
+    kind: str = "scores"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Returned, lambda y: [Returned({"scores": (Returned(y), 3)})], lambda y: (UserDict(scores=y), None)],
+    ids=["a data class", "nested ones", "a mapping in a tuple"],
+)
+def test_results_in_data_classes_and_mappings_are_compared(form: Any, without_inductor: None) -> None:
+    model, x = Parts(lambda m, x: form(m.net(x)), net=Net()), torch.randn(4, 16)
+    with torch.no_grad():
+        found = amp_fx.compare(model, x, options=OFF)
+    assert found.healthy
+    assert 0 < found.result_error < 0.02
+
+
+@pytest.mark.parametrize(
+    ("program", "loss", "named"),
+    [
+        (lambda m, x: (m.net(x).argmax(-1), 3), None, "tuple"),
+        (lambda m, x: m.net.requires_grad_(False)(x), mean_square, "parameter"),
+        (lambda m, x: m.net(x).detach() + x.sum(), mean_square, "parameter"),
+    ],
+    ids=["no floating tensors", "frozen weights", "weights without a gradient"],
+)
+def test_where_nothing_is_left_to_compare_it_is_an_error(
+    program: Any, loss: Any, named: str, without_inductor: None
+) -> None:
+    x = torch.randn(4, 16).requires_grad_()
+    with pytest.raises(AmpFxError, match=named):
+        amp_fx.compare(Parts(program, net=Net()), x, loss=loss, options=OFF)
 
 
 @torch.compiler.disable()  # called, as the types of torch want it

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+from pathlib import Path
 from typing import Any, get_type_hints
 from unittest import mock
 
@@ -14,7 +15,9 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx import OptionsError, Plan, Policy, Rule
+from amp_fx import OptionsError, Plan, PlanError, Policy, Rule
+from amp_fx.placement.devices import builtin
+from amp_fx.placement.profile import ProfileError
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.levels import AUTO, levels_of
 from amp_fx.settings import LEVEL_OPTIONS, NUMERICS, WEIGHTS, OptionNames, Options
@@ -157,6 +160,21 @@ def test_errors_come_where_options_are_written(given: dict[str, Any]) -> None:
     with pytest.raises(OptionsError, match=r"'max-autotun'.*max-autotune") as info:
         amp_fx.compile(nn.Linear(2, 2), mode="max-autotun")
     assert isinstance(info.value.__cause__, RuntimeError)
+
+
+def test_files_that_options_name_are_read_where_options_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    for option, kind in (("profile", ProfileError), ("plan", PlanError)):
+        path.unlink(missing_ok=True)
+        for _ in ("it is missing", "it is none"):
+            given: dict[str, Any] = {option: str(path)}
+            with pytest.raises(kind, match=path.name):
+                amp_fx.options(**given)
+            with pytest.raises(kind, match=path.name):
+                amp_fx.compile(nn.Linear(2, 2), **given)
+            path.write_text("{}")
+    builtin("cpu").save(path)
+    assert amp_fx.options(profile=str(path)) == {"profile": str(path)}
 
 
 def test_keywords_the_page_and_the_combinations_have_every_option_and_its_values() -> None:

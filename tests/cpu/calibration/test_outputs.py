@@ -189,6 +189,18 @@ def test_sensitivity_of_outputs_is_not_taken_for_that_of_gradients(model: Any, t
         assert error([run(x)], [exact(small, x)]) < found.autocast_error
 
 
+def test_a_write_to_what_a_derivative_reads_is_told_with_its_line() -> None:
+    def program(m: Any, x: Tensor) -> Tensor:
+        h = F.relu(m.up(x))
+        y = m.down(h)
+        h.add_(y)
+        return m.head(F.relu(y.add(1), inplace=True) + h)
+
+    model = Parts(program, **{name: nn.Linear(8, 8) for name in ("up", "down", "head")})
+    with pytest.raises(AmpFxError, match=r"test_outputs\.py:\d+: h\.add_\(y\)"):
+        amp_fx.calibrate(model, torch.randn(4, 8), of="outputs", profile="off")
+
+
 def test_bad_input_is_told_in_one_sentence(model: Any) -> None:
     for given, kind, message in (
         ({"of": "logits"}, OptionsError, r"'gradients', 'outputs'.*'logits'"),

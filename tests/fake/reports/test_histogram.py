@@ -16,7 +16,7 @@ from matplotlib.patches import StepPatch
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx import AmpFxError
+from amp_fx import AmpFxError, OptionsError
 from amp_fx.reports.histograms import Counts, Histogram
 from small_models import Parts
 
@@ -140,6 +140,18 @@ def test_batches_and_losses_come_in_several_forms() -> None:
 def test_what_is_no_loss_is_refused(model: Any, given: Any, message: str) -> None:
     with pytest.raises(AmpFxError, match=message):
         amp_fx.histogram(model, torch.randn(3, 4), given)
+
+
+def test_a_second_argument_of_the_model_is_not_taken_for_a_loss() -> None:
+    model, x, y = (
+        Parts(lambda m, x, y=None: m.up(x).sum(), up=nn.Linear(4, 4)),
+        torch.randn(3, 4),
+        torch.ones(5),
+    )
+    ways: list[Any] = [amp_fx.histogram, amp_fx.calibrate, lambda m, x, y: amp_fx.compare(m, x, loss=y)]
+    for measure in ways:
+        with pytest.raises(OptionsError, match=r"loss .*Tensor of shape \(5,\).*\(x, y\)"):
+            measure(model, x, y)
 
 
 def test_numbers_are_json_and_the_figure_is_drawn(tmp_path: Path) -> None:

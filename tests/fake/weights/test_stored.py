@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from amp_fx import AmpFxError, OptionsError, Plan, StoredLow, WeightsError, store_low
 from amp_fx._torch import unwrapped_errors
 from graphs import DEFAULTS
-from levels import lowered
+from levels import error, lowered
 from small_models import Parts
 
 BF16 = torch.bfloat16
@@ -233,6 +233,29 @@ def test_training_a_stored_model_is_an_error_compiled_and_eagerly(low_decoder: D
             program(batch)
     with pytest.raises(WeightsError):
         low_decoder(TOKENS).sum().backward()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_fp32_values_that_take_the_place_of_stored_ones_can_be_trained(
+    trains: bool, low_decoder: Decoder, without_inductor: None
+) -> None:
+    wide = decoder()
+    low_decoder.load_state_dict(wide.state_dict(), assign=True)
+    low_decoder.up.requires_grad_(trains)
+    low, compiled = low_decoder, torch.compile(low_decoder, backend="amp_fx", options=dict(DEFAULTS))
+    weight = dict(low.up.named_parameters())["parametrizations.weight.original"]
+    for _ in range(2):
+        assert torch.equal(low(TOKENS), wide(TOKENS))
+    assert not weight._backward_hooks
+    wide(TOKENS).sum().backward()
+    assert wide.up.weight.grad is not None
+    for program, near in ((low, 1e-6), (compiled, 0.02)):
+        low.zero_grad()
+        program(TOKENS).sum().backward()
+        assert low.norm.weight.grad is not None
+        assert (weight.grad is not None) is trains
+        if weight.grad is not None:
+            assert error([weight.grad], [wide.up.weight.grad]) < near
 
 
 def test_weights_that_were_frozen_let_gradients_through() -> None:
