@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -73,8 +73,8 @@ def calibrate(
     Args:
         model: fp32, in the mode it is trained in; a checkpoint that has been trained for a while, since sensitivities
             of the first steps say little about later ones. One that is compiled is taken as it was before.
-        batches: a batch or an iterable of them, whose sensitivities are averaged. A batch is a tuple of positional
-            arguments, a mapping of keyword arguments, or the only argument, a tensor.
+        batches: a batch or an iterable of them, of any sizes, whose sensitivities are averaged. A batch is a tuple of
+            positional arguments, a mapping of keyword arguments, or the only argument, a tensor.
         loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``.
         of: ``"gradients"``, or ``"outputs"`` for a model that is called without gradients: then there is no loss, and
             what is judged is the relative L2 error of the floating tensors that the model returns, each weighing the
@@ -158,6 +158,9 @@ class _Graphs:
         #: the graphs, and their calls here and there, on the device that is planned for
         self.traced: list[MeasuredGraph] = []
         self._outlines: list[tuple[Plan, Plan]] = []
+        #: numbers of the graphs that have the same calls and weights, as for batches of several sizes: what is measured
+        #: of one of them counts for all, under the first number
+        self._same: dict[Hashable, list[int]] = {}
 
     def run(self, steps: Sequence[Step], scale: float, probes: int) -> None:
         """Runs every step with each value observed; scale is that of the loss."""
@@ -196,8 +199,14 @@ class _Graphs:
     def sensitivities(self) -> list[GraphSensitivity]:
         """The means over the steps, by the names that calls have where they are planned."""
         found = []
+        same_as = {number: same for same in self._same.values() for number in same}
         for number, (measured, outline) in enumerate(self._outlines):
-            rows = combined([meter.rows(number) for meter in self._meters], fmean)
+            first, times = same_as[number][0], len(same_as[number])
+            # errors of all graphs are added up: each of these has its share of what was found in all
+            rows = combined(
+                [meter.rows(first) for meter in self._meters],
+                lambda parts, times=times: fmean(parts) / times,
+            )
             calls = GraphSensitivity(measured, rows).renamed(outline)
             found.append(GraphSensitivity(outline, calls))
         return found
@@ -239,7 +248,11 @@ class _Graphs:
             )
         self.traced.append(graph)
         self._outlines.append((measured, outline))
-        return lambda *args: run_measured(captured, self._meters[-1], number, args)
+        calls = tuple((row.name, row.module_path, row.op, row.traced, row.low) for row in measured.nodes)
+        weights = tuple(id(value) for value in example_inputs if isinstance(value, nn.Parameter))
+        same = self._same.setdefault((calls, weights or number), [])
+        same.append(number)
+        return lambda *args: run_measured(captured, self._meters[-1], same[0], args)
 
 
 def _each(batches: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 A plan is matched with a graph by content, not by name: the same calls, in the same modules, in the same order.
 Shapes do not count, so that a plan holds for other batch sizes, nor do calls on integers and tensors of literal
-numbers, so that it holds on another device and for an export.
+numbers, so that it holds on another device and for an export. Blocks of one class that are compiled apart have equal
+graphs: they are told apart by their turn.
 
 In a diff, nodes are matched by phase, module path, op and their turn among equals, so that two runs of one program
 match although node names differ.
@@ -11,9 +12,10 @@ match although node names differ.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +26,13 @@ from amp_fx.plans.files import as_data, decode, read_object
 from amp_fx.plans.label import Reason
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.policy.levels import FORWARD
+from amp_fx.state import cache_results
 
 __all__ = [
     "Change", "Diff", "choose_plan", "counterparts", "diff_plans", "keyed", "load_plans", "moved_nodes",
 ]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 #: phase, module path, op, turn among equals
 Key = tuple[str, str, str, int]
@@ -56,15 +61,25 @@ def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
     return read_object(path, "a plan", read, PlanError, how)
 
 
-def choose_plan(plans: Sequence[Plan], outline: Plan, what: str = "plan") -> Plan:
+def choose_plan(
+    plans: Sequence[Plan],
+    outline: Plan,
+    what: str = "plan",
+    says: Callable[[Plan], object] = lambda plan: _decisions(plan),
+) -> Plan:
     """The plan to follow in a graph, whose ``outline`` has its calls before any is placed; messages call it ``what``.
 
-    PlanError where none of the plans is about this graph: the message says which nodes moved.
+    PlanError where none of the plans is about this graph: the message says which nodes moved. A warning where several
+    are, and what each ``says`` differs.
     """
     calls = _calls(outline)
     if matching := [plan for plan in plans if _calls(plan) == calls]:
-        # of equal graphs: the one that was trained alike, of equal shapes, of the same name
-        return min(matching, key=lambda plan: _distance(plan, outline))
+        distances = [_distance(plan, outline) for plan in matching]
+        least = min(distances)
+        first, *others = (plan for plan, far in zip(matching, distances, strict=True) if far == least)
+        if any(says(other) != says(first) for other in others):
+            _warn_of_several(what, tuple(plan.graph for plan in (first, *others)))
+        return first
     if not plans:
         raise PlanError(f"graph {outline.graph}: the {what} file holds no {what} of a forward graph.")
     nearest = max(plans, key=lambda plan: difflib.SequenceMatcher(None, _calls(plan), calls).quick_ratio())
@@ -128,9 +143,38 @@ def _name(row: NodePlan) -> str:
     return f"{row.name} ({f'{row.module_path} ' if row.module_path else ''}{row.op})"
 
 
-def _distance(plan: Plan, outline: Plan) -> tuple[bool, bool, bool]:
-    shapes, theirs = (Counter(given.shape for given in each.inputs) for each in (plan, outline))
-    return plan.training is not outline.training, shapes != theirs, plan.graph != outline.graph
+def _distance(plan: Plan, outline: Plan) -> tuple[bool, bool, bool, bool]:
+    """Of equal graphs: whether it was trained alike, has equal shapes, the same name, was as late."""
+    # an outline has no copies of weights yet
+    shapes, theirs = (
+        Counter(given.shape for given in each.inputs if not given.copy_of) for each in (plan, outline)
+    )
+    # Dynamo counts functions and, behind the slash, the graphs of each: other programs do not change that
+    turn, turn_here = (each.graph.rpartition("/")[2] for each in (plan, outline))
+    return (
+        plan.training is not outline.training,
+        shapes != theirs,
+        plan.graph != outline.graph,
+        turn != turn_here,
+    )
+
+
+def _decisions(plan: Plan) -> list[tuple[Any, ...]]:
+    rows = _computing(plan)
+    return [(row.op_class, row.dtype, row.takes, row.pinned, row.levels, row.scales) for row in rows]
+
+
+@cache_results()
+def _warn_of_several(what: str, graphs: tuple[str, ...]) -> None:
+    """Once for the same graphs."""
+    logger.warning(
+        "graphs %s have the same calls, but each a %s of its own, and neither sizes nor names say which a graph is to "
+        "follow: it follows that of %s. Calibrate again with the batch sizes that the model has now, or give one of "
+        "them alone.",
+        ", ".join(graphs),
+        what,
+        graphs[0],
+    )
 
 
 # --- what differs between two sets of plans ---

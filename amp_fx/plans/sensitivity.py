@@ -136,8 +136,12 @@ class Sensitivity:
                 f"graph {outline.graph} has gradients, and what was measured is what roundings do to the outputs of "
                 f"{self.model}; calibrate with of='gradients'."
             )
-        found = choose_plan([graph.outline for graph in self.graphs], outline, "sensitivity")
-        return next(graph for graph in self.graphs if graph.outline is found)
+
+        def of(found: Plan) -> GraphSensitivity:
+            return next(graph for graph in self.graphs if graph.outline is found)
+
+        outlines = [graph.outline for graph in self.graphs]
+        return of(choose_plan(outlines, outline, "sensitivity", lambda found: of(found).calls))
 
     @classmethod
     def worst(cls, sensitivities: Sequence[Sensitivity]) -> Sensitivity:

@@ -12,7 +12,7 @@ import json
 import re
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,8 @@ def test_without_a_loss_results_are_compared_in_the_mode_of_the_caller(without_i
     assert 0 < found.result_error < 0.02
 
 
-@dataclass
-class Returned:
-    """What pytree does not know."""
-
-    value: Any
-    kind: str = "scores"
+#: what pytree does not know
+Returned = make_dataclass("Returned", [("value", Any), ("kind", str, "scores")])
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,60 @@ def test_calls_of_equal_names_in_two_graphs_have_scales_of_their_own() -> None:
     assert math.isclose(cal.predict(plan.plans) ** 2, low**2 + added, rel_tol=1e-6)
 
 
+def test_ranges_and_errors_are_of_all_batches_whatever_their_sizes() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    batches = torch.randn(16, 32), 100 * torch.randn(12, 32)
+    cal = calibrated(net, [*batches])
+    # the seeds of the two batches
+    alone = [calibrated(net, batch, seed=seed) for seed, batch in enumerate(batches)]
+    assert math.isclose(
+        cal.autocast_error**2, sum(each.autocast_error**2 for each in alone) / 2, rel_tol=1e-6
+    )
+    plan = cal.plan(error=10.0, verify=False)
+    [scale], [other] = ([row.scales[INPUT] for row in each.nodes if row.scales] for each in plan.plans)
+    assert scale == other
+    with torch.inference_mode():
+        for rows in (16, 14, 12):
+            x = 100 * torch.randn(rows, 32)
+            # few batches: a value may lie beyond what they had
+            assert wrong(compiled(net, plan)(x), net, x) < 0.1
+
+
+class Turn(nn.Module):
+    """Its number makes a graph of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.up, self.down = number, nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x * 100**self.number)
+        return self.down(y.relu())
+
+
+def test_equal_blocks_that_are_compiled_apart_have_their_own_scales_whatever_was_compiled_before(
+    tmp_path: Path,
+) -> None:
+    def program(m: Any, x: Tensor) -> Tensor:
+        for block in m.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+    torch.manual_seed(0)
+    net = Parts(program, blocks=nn.ModuleList([Turn(0), Turn(1)])).eval()
+    found, x = calibrated(net, torch.randn(16, 32)).plan(error=10.0, verify=False), torch.randn(16, 32)
+    found.save(tmp_path / "plan.json")
+    scales = [row.scales[INPUT][0] for each in found.plans for row in each.nodes if row.scales]
+    assert len(scales) == 2
+    assert max(scales) > 10 * min(scales)
+    run = compiled(net, tmp_path / "plan.json")
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    with torch.inference_mode():
+        assert wrong(run(x), net, x) < 0.1
+
+
 def test_a_convolution_with_a_weight_that_was_turned_stays_low(caplog: pytest.LogCaptureFixture) -> None:
     parts = {"kernel": nn.Conv2d(8, 8, 3), "head": nn.Linear(8, 4)}
     turned = Parts(lambda m, x: m.head(nn.functional.conv2d(x, m.kernel.weight.mT).flatten(2).mT), **parts)

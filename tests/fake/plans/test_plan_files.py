@@ -192,9 +192,28 @@ def test_of_equal_graphs_that_trained_alike_of_equal_shapes_or_name_is_followed(
     far = replace(made.plan, training=False)
     resized = replace(outline, inputs=[replace(row, shape=(1,)) for row in outline.inputs])
     renamed, same = replace(outline, graph="0/0"), replace(outline)
-    # each is nearer than those before it
-    plans = [far, resized, renamed, same]
+    # copies of weights have no sizes of their own
+    copy = replace(outline.inputs[0], name="copy", shape=(5, 7), copy_of=outline.inputs[0].name)
+    copied = replace(renamed, inputs=[*outline.inputs, copy])
+    assert choose_plan([resized, copied], outline) is copied
+    # each is nearer than those before it; other programs were compiled first, and this graph as late as the other
+    late = replace(outline, graph="0/1")
+    plans = [far, resized, late, renamed, same]
     assert all(choose_plan(plans[: at + 1], outline) is plan for at, plan in enumerate(plans))
+
+
+def test_plans_that_match_equally_well_and_decide_otherwise_are_told_once(
+    made: Rewritten, caplog: Any
+) -> None:
+    first = replace(made.plan, graph="0/3")
+    again = replace(first, graph="0/4")
+    other = replace(again, nodes=[replace(row, op_class=OpClass.FP32) for row in first.nodes])
+    outlines = [replace(made.plan, graph=graph) for graph in ("5/0", "5/1")]
+    assert all(choose_plan([first, again], outline) is first for outline in outlines)
+    assert not caplog.records
+    assert all(choose_plan([first, other], outline) is first for outline in outlines)
+    [record] = caplog.records
+    assert "0/3, 0/4" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,19 @@ def test_a_graph_is_found_by_its_calls_and_other_batch_sizes_do_not_matter(path:
     assert found.dtypes("matmul") == ["float32", "bfloat16"]
 
 
+def test_of_equal_graphs_the_log_says_which_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = [measured(two_matmuls, *ARGS, value=value).graphs[0] for value in (1e-6, 2e-6)]
+    for at, graph in enumerate(graphs):
+        graph.outline.graph = f"0/{at}"
+    sensitivity = Sensitivity("program", torch.bfloat16, graphs=graphs)
+    for at, graph in enumerate(graphs):
+        # other programs were compiled first
+        assert sensitivity.graph(replace(graph.outline, graph=f"5/{at}")) is graph
+    assert "same calls" not in caplog.text
+    assert sensitivity.graph(replace(graphs[1].outline, graph="5/2")) is graphs[0]
+    assert "graphs 0/0, 0/1" in caplog.text
+
+
 def test_a_model_that_has_moved_on_is_told_by_name(path: Path) -> None:
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     before, after = (nn.Sequential(first, kind(), second) for kind in (nn.ReLU, nn.Tanh))
