@@ -65,11 +65,24 @@ def advise(plans: Sequence[Plan]) -> list[Advice]:
         *(Advice("fallback", f"graph {plan.graph} is not rewritten: {plan.fallback}") for plan in fallbacks),
         *(Advice(UNUSED_RULE, text) for text in unused_rules(plans)),
         *_untouched(forward),
+        *_fused_layers(forward),
         *_islands(forward),
         *_unaligned(forward),
         *_small(forward),
         *(Advice("graph break", broken.format(plan)) for plan in forward if plan.graph_break),
     ]
+
+
+def _fused_layers(plans: Sequence[Plan]) -> list[Advice]:
+    """Encoder layers of torch that evaluate as one op, in the dtype of their inputs."""
+    rows = [row for plan in plans for row in plan.nodes if row.op == "_transformer_encoder_layer_fwd"]
+    if all(map(_is_low, rows)):
+        return []
+    text = (
+        f"{len(rows)} nn.TransformerEncoderLayer run as one op of torch's, in fp32, as under torch.autocast"
+    )
+    remedy = "torch.backends.mha.set_fastpath_enabled(False), before the first call, has their parts compiled"
+    return [Advice("fused layer", text, remedy=remedy)]
 
 
 def scaling_advice(plans: Sequence[Plan]) -> list[Advice]:

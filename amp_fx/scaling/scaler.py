@@ -319,9 +319,7 @@ def _scalers_of(optimizer: Optimizer) -> list[GradScaler]:
     return [scaler for scaler in list(_scalers.values()) if not keys.isdisjoint(scaler._here.now.leaves)]
 
 
-def _check_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any] | None:
+def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Checks before a step, and once more after its closure, if it has one: that makes the gradients anew."""
     _check(optimizer)
     if all(scaler._here.is_asked for scaler in list(_scalers.values()) if scaler.is_enabled()):

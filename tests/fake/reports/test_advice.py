@@ -135,3 +135,16 @@ def test_fallbacks_graph_breaks_and_what_vmap_leaves_are_told() -> None:
     model = Parts(pinn, encoder=nn.Linear(16, 16), net=nn.Linear(16, 1))
     (row,) = kinds(rewrite(model, X).plan)["torch.func"]
     assert row.text.startswith("1 of 2 matmuls are inside vmap or torch.func (net, ...): left as written")
+
+
+def test_encoder_layers_that_run_as_one_op_are_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval(), torch.randn(2, 4, 16)
+    with torch.no_grad():
+        (row,) = kinds(rewrite(model, x).plan)["fused layer"]
+        assert row.text.startswith("1 nn.TransformerEncoderLayer run as one op")
+        # as the remedy says, but for this test alone
+        monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+        torch._dynamo.reset()
+        found = rewrite(model, x, options={"weights": "cast"})
+    assert "fused layer" not in kinds(found.plan)
+    assert torch.bfloat16 in dtypes(found, "linear", "linear1")
