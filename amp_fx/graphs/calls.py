@@ -68,7 +68,7 @@ def add_input(
     static = {"tensor_dict": {"_dynamo_static_input_type": "unguarded"}} if stays else {}
     added.meta.update(val=value, example_value=value, **static, **(meta or {}))
     # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
-    added._dynamo_source = None  # type: ignore[attr-defined]
+    added._dynamo_source = None  # type: ignore[attr-defined]  # Dynamo's own
     return added
 
 
