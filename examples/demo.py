@@ -17,12 +17,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from kelvin import Station, batch, train
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 
 import amp_fx
 from gpt import large
+from kelvin import Station, batch, train
 
 #: so small a model would stay in fp32 otherwise: casts cost it more than bf16 saves
 SMALL = amp_fx.options(profile="off")

@@ -11,12 +11,12 @@ import json
 
 import torch
 from torch import Tensor, nn
-from writes import WRITES, are_current, copies_for, new_layer
 
 from amp_fx.weights import derived, touch
 from amp_fx.weights.derived import CacheEntry, DerivedInputs, Input, WeightCache
 from amp_fx.weights.recipes import Cast, Scaled
 from amp_fx.weights.renewal import CHUNK, Renewal
+from writes import WRITES, are_current, copies_for, new_layer
 
 LOW = torch.float16
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from spoiled import FP16, OFF, SPOILED, kelvin, mean_square
 from torch import Tensor, nn
 
 import amp_fx
@@ -29,6 +28,7 @@ from examples import hugging_face
 from holding import peak_bytes
 from levels import error
 from small_models import GPT, Parts, tokens
+from spoiled import FP16, OFF, SPOILED, kelvin, mean_square
 
 
 def compared(model: nn.Module, *batch: Any, **given: Any) -> Comparison:

@@ -6,9 +6,9 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import guest
 import pytest
 
+import guest
 from holding import run_python
 
 # one worker starts the processes

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
+from amp_fx import CalibratedPlan, Calibration
 from graphs import op_by_op
+from measured_scales import calibrated, convnet, images
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +24,20 @@ def _without_code(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def code() -> None:
     """Steps and calls of the test run as Inductor compiles them."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return convnet()
+
+
+@pytest.fixture(scope="module")
+def cal(model: Any) -> Calibration:
+    torch.manual_seed(1)
+    return calibrated(model, [images() for _ in range(4)])
+
+
+@pytest.fixture
+def plan(cal: Calibration) -> CalibratedPlan:
+    """All in int8 that may be."""
+    return cal.plan(budget=100, verify=False)

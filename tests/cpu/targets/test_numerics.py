@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreted import Step
 from torch import Tensor, nn
 
 import amp_fx
@@ -24,6 +23,7 @@ from amp_fx.targets.tracing import Tracer
 from examples.gpt import GPT, GPTConfig
 from generated import Code
 from holding import run_python
+from interpreted import Step
 from small_models import Parts
 from targets import OFF, needs_a_target, process, quick_ones
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
-from writes import WRITES, new_layer
 
 from amp_fx.weights import touch
 from holding import Compiles, Held
 from small_models import Parts, first, near_autocast
+from writes import WRITES, new_layer
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:

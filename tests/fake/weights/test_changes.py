@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
-from writes import WRITES, are_current, copies_for, new_layer, new_weights
 
 from amp_fx import WeightsError, weights
 from amp_fx._torch import AFTER_STEP
 from amp_fx.weights import changes
 from amp_fx.weights.changes import SAMPLED, Fingerprint, sampled_offsets
+from writes import WRITES, are_current, copies_for, new_layer, new_weights
 
 
 @pytest.mark.parametrize("way", WRITES)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from writes import are_current, copies_for, new_weights
 
 from amp_fx import compiling
 from amp_fx.graphs.calls import is_cast
@@ -23,6 +22,7 @@ from amp_fx.weights.derived import DerivedInputs, Input, WeightCache
 from amp_fx.weights.recipes import Cast
 from graphs import DEFAULTS
 from holding import Held
+from writes import are_current, copies_for, new_weights
 
 #: seconds; more than any of this takes
 LONG = 20.0
