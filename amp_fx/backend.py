@@ -30,8 +30,6 @@ from amp_fx.viz.words import summary
 from amp_fx.weights.changes import counting
 from amp_fx.widened import refuse_training
 
-__all__ = ["amp_fx", "compile_graph", "listen"]
-
 logger = logging.getLogger(__name__)
 
 #: compiles a graph in one way, and says how; is given the reasons why others failed

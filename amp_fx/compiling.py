@@ -59,10 +59,6 @@ from amp_fx.weights.graphs import WeightsGraph, cached, copied_weights, freeze, 
 from amp_fx.weights.products import write_out_int8
 from amp_fx.widened import widenings
 
-__all__ = [
-    "KEYED_ROOMS", "Call", "ScaledGraph", "Watch", "compile_rewritten", "is_raised", "lower", "lower_as_it_is",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 #: rooms whose sources are in the keys of the compile caches: all that passes on Inductor's graphs import from

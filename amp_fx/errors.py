@@ -9,12 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-__all__ = [
-    "AmpFxError", "CaptureError", "ExportError", "FallbackWarning", "InputError", "MissingLibraryError",
-    "OptionsError", "PassError", "PlanError", "ScalerError", "ScalingWarning", "TargetError",
-    "VerifyError", "WeightsError", "did_you_mean", "one_of",
-]  # fmt: skip
-
 
 class AmpFxError(Exception):
     """Base of everything amp_fx raises on purpose."""

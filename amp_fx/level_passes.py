@@ -25,8 +25,6 @@ from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, level_named, leve
 from amp_fx.settings import Options
 from amp_fx.viz.words import sentence
 
-__all__ = ["add_choices", "level_placement", "planned_levels", "policy_levels"]
-
 logger = logging.getLogger(__name__)
 
 

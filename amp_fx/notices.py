@@ -17,8 +17,6 @@ from amp_fx._torch import AFTER_STEP, EXIT, is_looked_up
 from amp_fx.errors import ScalingWarning
 from amp_fx.state import register
 
-__all__ = ["expect_graph", "graph_arrived", "only_looking", "warn_unscaled"]
-
 logger = logging.getLogger(__name__)
 
 #: True while a model is compiled for a report, and not used

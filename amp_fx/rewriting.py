@@ -37,8 +37,6 @@ from amp_fx.settings import Options
 from amp_fx.weights.graphs import weight_inputs
 from amp_fx.widened import widenings
 
-__all__ = ["add_autocast", "outline_of", "replay", "rewrite"]
-
 logger = logging.getLogger(__name__)
 
 

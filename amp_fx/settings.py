@@ -27,10 +27,6 @@ from amp_fx.policy.rules import BASES
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "DTYPES", "LEVEL_OPTIONS", "NUMERICS", "WEIGHTS", "OptionNames", "Options", "compile", "options",
-]  # fmt: skip
-
 #: accepted spellings of the low dtype
 DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,

@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["cache_results", "register", "reset"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _resets: dict[str, Callable[[], object]] = {}

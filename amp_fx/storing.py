@@ -29,8 +29,6 @@ from amp_fx.weights.graphs import copied_weights
 from amp_fx.weights.recipes import Cast, CopyRecipe, recipe_of
 from amp_fx.widened import Identity, Unscaled, identity, replace_by_pair, replace_parameter
 
-__all__ = ["StoredLow", "store_low"]
-
 logger = logging.getLogger(__name__)
 
 

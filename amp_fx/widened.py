@@ -18,11 +18,6 @@ from amp_fx.errors import WeightsError
 from amp_fx.graphs.calls import class_name
 from amp_fx.graphs.values import LOW_DTYPES
 
-__all__ = [
-    "Identity", "Unscaled", "Widened", "held_pair", "identity", "refuse_training", "replace_by_pair",
-    "replace_parameter", "widenings",
-]  # fmt: skip
-
 
 class Widened(nn.Module):
     """What a module reads of a parameter that it holds low: a parametrization."""

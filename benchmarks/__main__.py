@@ -26,8 +26,6 @@ from benchmarks.results import Spread, TimingRow, arguments, describe, relative,
 from benchmarks.running import MALLOCS, Settings, measure
 from benchmarks.worker import CLOCKS
 
-__all__ = ["case_table", "main"]
-
 #: the arm that others are compared with beside autocast
 _ENGINE = "openvino"
 

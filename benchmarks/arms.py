@@ -21,8 +21,6 @@ from amp_fx.targets.tracing import InnerCompile, Tracer, compile_graph
 from benchmarks import engines
 from benchmarks.workloads import Batch, Workload
 
-__all__ = ["ARMS", "MODES", "Arm", "Prepared", "arms_for", "compile_for_target", "prepare"]
-
 MODES = ("training", "inference")
 
 

@@ -25,8 +25,6 @@ from amp_fx.targets import TARGETS
 from benchmarks.learning import TASKS, Task
 from benchmarks.results import arguments, describe, write
 
-__all__ = ["MODELS", "Row", "measure"]
-
 #: batches that are calibrated on; training has not seen them
 _BATCHES = 4
 

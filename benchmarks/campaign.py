@@ -22,8 +22,6 @@ from pathlib import Path
 from benchmarks.cases import CASES
 from benchmarks.workloads import OF_TRANSFORMERS, WORKLOADS
 
-__all__ = ["Step", "main", "steps"]
-
 _ROOT = Path(__file__).resolve().parent.parent
 
 

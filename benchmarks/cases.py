@@ -9,8 +9,6 @@ from benchmarks import workloads
 from benchmarks.arms import ARMS, MODES, Arm
 from benchmarks.workloads import Build, Workload, build_workload
 
-__all__ = ["CASES", "Case"]
-
 #: what convolves: the layout of its parameters makes a difference
 _CONVOLVING = (workloads.resnet, workloads.gan)
 

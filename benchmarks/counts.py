@@ -31,8 +31,6 @@ from benchmarks.results import arguments, describe, write
 from benchmarks.scaler import beside
 from benchmarks.workloads import WORKLOADS, Workload, make
 
-__all__ = ["ASSUMED", "Counter", "Counts", "Row", "count", "counting"]
-
 
 @dataclass(frozen=True)
 class Counts:

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from benchmarks.workloads import Batch
 
-__all__ = ["Call", "onnxruntime_int8", "openvino", "openvino_int8", "x86_int8"]
-
 Call = Callable[[Batch], Tensor]
 
 

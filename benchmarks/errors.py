@@ -19,8 +19,6 @@ from benchmarks.arms import ARMS, Arm, prepare
 from benchmarks.results import arguments, describe, write
 from benchmarks.workloads import WORKLOADS, Workload, make
 
-__all__ = ["EXACT", "Row", "distance", "measure"]
-
 #: the large rows say nothing here that the small ones do not, and take minutes in fp64
 _DEFAULT = ("bert", "gpt2", "llama", "vit", "resnet", "rms_norm")
 

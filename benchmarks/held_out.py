@@ -28,8 +28,6 @@ from benchmarks.results import arguments, describe, read, write
 from benchmarks.worker import seconds
 from examples.gpt import GPT, GPTConfig
 
-__all__ = ["Row", "draw", "measure", "read_rows"]
-
 #: tokens of a sequence, and sequences of a batch in training and of a call
 _CONTEXT, _TRAINED, _CALLED = 64, 16, 8
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from examples.gpt import GPT, GPTConfig
 
-__all__ = ["TASKS", "Batch", "ConvNet", "Digits", "Task", "Text"]
-
 Batch = tuple[Tensor, Tensor]
 
 #: of the text of the standard library

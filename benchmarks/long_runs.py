@@ -21,8 +21,6 @@ from benchmarks.arms import ARMS, Arm
 from benchmarks.learning import TASKS, Task
 from benchmarks.results import arguments, describe, read, write
 
-__all__ = ["SHOWN", "Run", "draw", "read_runs", "table", "train"]
-
 #: arm -> label, and its line: colour and dashes; a device that gains nothing goes low, too
 SHOWN = {
     "fp32": ("fp32", "#000000", "-"),

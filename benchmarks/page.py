@@ -20,8 +20,6 @@ from benchmarks.cases import CASES
 from benchmarks.long_runs import draw, read_runs, table
 from benchmarks.results import TimingRow, read, read_timings, relative
 
-__all__ = ["beside", "main", "sections", "speed", "written"]
-
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGE = _ROOT / "docs" / "benchmarks.md"
 _RESULTS = _ROOT / "benchmarks" / "results"

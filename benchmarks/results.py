@@ -19,18 +19,6 @@ import torch
 
 from amp_fx.targets import TARGETS
 
-__all__ = [
-    "Spread",
-    "TimingRow",
-    "arguments",
-    "describe",
-    "read",
-    "read_timings",
-    "relative",
-    "spread",
-    "write",
-]
-
 
 @dataclass(frozen=True)
 class Spread:

@@ -19,8 +19,6 @@ from benchmarks.arms import ARMS, Arm, arms_for
 from benchmarks.cases import Case
 from benchmarks.results import TimingRow
 
-__all__ = ["MALLOCS", "Settings", "measure"]
-
 _ROOT = Path(__file__).resolve().parent.parent
 
 #: How an arm's process has its memory. ``kept``: as it is in one that has run for long. Huge pages, so that it matters

@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_fx
 
-__all__ = ["beside", "launches"]
-
 aten = torch.ops.aten
 
 #: of one launch for a list of tensors, as far as CUDA 12 goes (MultiTensorApply.cuh); CUDA 13 takes seven times as much

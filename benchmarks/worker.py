@@ -30,8 +30,6 @@ from benchmarks.cases import CASES, Case
 from benchmarks.counts import counting
 from benchmarks.errors import EXACT, distance
 
-__all__ = ["CLOCKS", "Trial", "main", "peak_bytes", "seconds"]
-
 Step = Callable[[], object]
 
 #: what the user waits, or what the processor works for this process: on a CPU that others use as well, the

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from examples import hugging_face
 from examples.gpt import GPT, GPTConfig
 
-__all__ = ["OF_TRANSFORMERS", "WORKLOADS", "Batch", "Build", "Workload", "build_workload", "make"]
-
 Batch = dict[str, Tensor]
 
 

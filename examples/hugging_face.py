@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["bert", "convnext", "gpt2", "llama", "padding_mask", "resnet", "t5", "vit"]
-
 
 def _config(config_class: Callable[..., Any], **settings: Any) -> Any:
     """Builds a config; its signature does not show the settings that it takes for its base class."""

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Station", "batch", "train"]
-
 
 class Station(nn.Module):
     """Returns the loss where it is given a target. The same weights each time it is made."""

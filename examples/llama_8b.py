@@ -19,8 +19,6 @@ from torch import nn
 
 import amp_fx
 
-__all__ = ["decoding", "main", "training"]
-
 TARGET = "cuda:h100"
 TOKENS = (2048, 8192)
 

@@ -30,11 +30,6 @@ from amp_fx.plans.reading import add_graph, node_plan, row_label
 from amp_fx.policy import Policy
 from amp_fx.policy.rules import Rule
 
-__all__ = [
-    "CUSTOM", "Pass", "PassContext", "bodies", "erase", "gradients_in", "mark", "mark_because", "marked",
-    "run_in_order", "run_passes",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 #: node.meta key of what AOTAutograd copies to all that a call becomes, backward included

@@ -14,8 +14,6 @@ from amp_fx.viz.graph import Drawing
 from amp_fx.viz.style import COLOURS
 from amp_fx.viz.words import cost_text, short_dtype, size
 
-__all__ = ["STYLE", "SUFFIX", "drawn", "headline", "render", "variables"]
-
 #: how the file is named
 SUFFIX = ".beside.svg"
 _OURS, _THEIRS = "amp_fx", "torch.autocast"

@@ -15,8 +15,6 @@ from amp_fx.viz.graph import DEPTH, Drawing, Graph, Marked
 from amp_fx.viz.style import CLASSES, COLOURS, Border, Face
 from amp_fx.viz.words import cost_text
 
-__all__ = ["source", "write"]
-
 _FONT = "Helvetica,Arial,DejaVu Sans,sans-serif"
 #: dots per inch of a PNG: sharp on a dense screen
 _DPI = "110"

@@ -16,8 +16,6 @@ from amp_fx.plans.plan import CastPlan, Cost, ModuleCasts
 from amp_fx.policy import OpClass
 from amp_fx.viz.words import short_dtype
 
-__all__ = ["DEPTH", "Drawing", "Edge", "Graph", "Group", "Marked", "Node", "levels"]
-
 #: modules deeper than this are closed at first
 DEPTH = 2
 #: a group with more direct members is cut into runs, so that no picture has thousands of boxes

@@ -16,8 +16,6 @@ from amp_fx.viz.graph import DEPTH, Drawing, Graph, Group, Marked, Node
 from amp_fx.viz.style import COLOURS, Border, Face
 from amp_fx.viz.words import cost_text, short_dtype, size
 
-__all__ = ["data", "render"]
-
 #: the page's own code, in the order in which it runs
 _SCRIPTS = ("visible.js", "words.js", "layout.js", "drawing.js", "viewer.js", "page.js")
 

@@ -20,8 +20,6 @@ from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, levels
 from amp_fx.viz.style import measured
 from amp_fx.viz.words import because, more_bytes
 
-__all__ = ["Drawable", "drawing"]
-
 #: what autograd adds gradients with
 _SUM = "add.Tensor"
 #: in Dynamo's names of buffers

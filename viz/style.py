@@ -10,9 +10,6 @@ from amp_fx.plans.plan import CastPlan
 from amp_fx.viz.graph import Drawing, Graph, Group, Marked, Node
 from amp_fx.viz.words import short_dtype, size
 
-__all__ = ["CLASSES", "COLOURS", "DTYPES", "HEAT", "MEASURED", "Border", "Face", "cast_lines", "group_face"]
-__all__ += ["is_hot", "kernel_bytes", "legend", "measured", "node_face"]
-
 #: name -> in a light window, in a dark one. The first are fills by compute dtype: low precision is dark, fp32 light, so
 #: that they differ in print, too; ``on-`` is text on these. Casts to a narrower and to a wider dtype are Okabe-Ito's
 #: blue and vermilion; closed modules are tinted by the bytes that casts move in them

@@ -12,8 +12,6 @@ from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import Cost, NodePlan, Plan, dtype_name
 
-__all__ = ["because", "cost_text", "more_bytes", "per_cent", "sentence", "short_dtype", "size", "summary"]
-
 #: dtype -> what casts and boxes call it; the others have their own name
 _SHORT = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 

@@ -40,8 +40,6 @@ from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import Tracer
 
-__all__ = ["FIRST_SCALE", "calibrate", "loss_scale"]
-
 logger = logging.getLogger(__name__)
 
 #: where a scaler starts

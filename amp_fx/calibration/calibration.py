@@ -26,8 +26,6 @@ from amp_fx.policy.levels import LEVELS
 from amp_fx.reports.step import Step
 from amp_fx.settings import Options
 
-__all__ = ["Calibration"]
-
 #: corners of the frontier that are shown
 _CORNERS = 12
 #: times of the squared error of scales that are found in each call, that a measured one may add

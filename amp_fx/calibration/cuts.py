@@ -28,8 +28,6 @@ from amp_fx.plans.sensitivity import INPUT, CallSensitivity, GraphSensitivity, S
 from amp_fx.policy.levels import LEVELS
 from amp_fx.settings import Options
 
-__all__ = ["NEVER", "Cuts", "Placed"]
-
 #: of measured scales: none is read by
 NEVER = -1.0
 

@@ -24,8 +24,6 @@ from amp_fx.reports.report import Report
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CalibratedPlan", "Point", "blame_lines", "save_frontier"]
-
 #: roundings that are listed; and of each kind where a level below 16 bits was measured, too
 _SHOWN, _SHOWN_EACH = 12, 7
 #: above it a prediction says only that the error is large

@@ -44,8 +44,6 @@ from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import slots
 from amp_fx.policy import OpClass
 
-__all__ = ["noise", "run_measured", "smoothed"]
-
 aten = torch.ops.aten
 
 #: calls that run their first argument, a graph, on the others; a checkpoint is not computed again here

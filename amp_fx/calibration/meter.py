@@ -27,8 +27,6 @@ from amp_fx.plans.sensitivity import INPUT, CallSensitivity, ReadSensitivity
 from amp_fx.policy.levels import Level
 from amp_fx.reports.step import Step, loss_of
 
-__all__ = ["Key", "Meter", "RoleKey", "measure"]
-
 logger = logging.getLogger(__name__)
 
 #: graph, call, slot; the slot is empty for the call's result

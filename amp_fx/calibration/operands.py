@@ -27,8 +27,6 @@ from amp_fx.plans.sensitivity import MEASURED, PROBABILITIES, RESULT, SCORES
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT, Level, Scale
 from amp_fx.policy.scaled import run, scale_of, scaled
 
-__all__ = ["attend", "convolve", "multiply", "scaled_error"]
-
 
 def attend(
     meter: Meter,

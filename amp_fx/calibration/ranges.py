@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["SAMPLES", "Ranges", "fitted", "requantised", "sample_stride"]
-
 logger = logging.getLogger(__name__)
 
 #: elements of a tensor that are looked at

@@ -33,8 +33,6 @@ from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import TracedGraph, on_target
 from amp_fx.weights.graphs import weight_inputs
 
-__all__ = ["Below", "MeasuredGraph", "TargetGraph", "read_matmuls", "there"]
-
 
 class Second(NamedTuple):
     """The cut of what may run below 16 bits, where autocast's list is low; its variables are (name of the call, role).

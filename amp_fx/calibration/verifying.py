@@ -16,8 +16,6 @@ from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.reports.step import Results, Step, apart
 from amp_fx.settings import Options
 
-__all__ = ["SLACK", "Verifier"]
-
 logger = logging.getLogger(__name__)
 
 #: batches that a plan is checked on; they share one compile

@@ -18,8 +18,6 @@ import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
 
-__all__ = ["Loaded", "import_callable", "literal", "load_model", "load_program", "paint", "say", "writable"]
-
 
 @dataclass(frozen=True)
 class Loaded:

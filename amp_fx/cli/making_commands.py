@@ -28,8 +28,6 @@ from amp_fx.plans.sensitivity import GRADIENTS, OF
 from amp_fx.settings import DTYPES, LEVEL_OPTIONS
 from amp_fx.targets import TARGETS
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Adds the commands of this file."""

@@ -15,8 +15,6 @@ from amp_fx.comparison.comparing import AGAINST
 from amp_fx.errors import AmpFxError
 from amp_fx.reports.report import SUFFIXES, Report, check_suffix
 
-__all__ = ["add_command", "add_to"]
-
 #: what stands for itself in the text of a command
 _WORDS = {
     "{model}": "MODEL is package.module:callable, where the callable takes nothing and returns (model, args) or\n"

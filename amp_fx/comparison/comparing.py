@@ -29,8 +29,6 @@ from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.step import Step, apart, loss_of, relative_error
 from amp_fx.settings import Options
 
-__all__ = ["AGAINST", "compare"]
-
 #: references that have a name
 AGAINST = ("fp32", "autocast", "eager")
 #: by which a scaler that finds inf makes its scale smaller, four steps at once

@@ -22,10 +22,6 @@ from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.reports.report import Report
 from amp_fx.viz.words import short_dtype
 
-__all__ = [
-    "CallError", "Comparison", "ModuleError", "call_errors", "culprit_call", "module_errors", "verdict",
-]  # fmt: skip
-
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
 _WIDTH, _ROWS = 80, 10

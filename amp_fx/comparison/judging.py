@@ -27,8 +27,6 @@ from amp_fx.policy.rules import Rule
 from amp_fx.reports.step import relative_error
 from amp_fx.settings import Options
 
-__all__ = ["Culprit", "Distance", "Distances", "distances", "findings", "remedy"]
-
 #: times the error that is expected from which on a value, and a gradient, stands out: of models that train well, values
 #: were at most at 1.5, gradients at 77 where they cancel
 _TIMES, _TIMES_GRADIENT = 4.0, 16.0

@@ -25,8 +25,6 @@ from amp_fx.reports.step import Results, Step
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 
-__all__ = ["Compiled", "Observed", "OneByOne", "ProgramGraph", "without_scaler"]
-
 logger = logging.getLogger(__name__)
 
 #: graph, value, how often the graph had run before

@@ -31,8 +31,6 @@ from amp_fx.graphs.calls import add_input, grad_modes, is_gradient_call, is_para
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.values import is_eligible, numel, storage_of, written_storages
 
-__all__ = ["SAMPLES", "Sample", "Taps", "boundary_values", "tap"]
-
 #: elements of a value that are compared
 SAMPLES = 16384
 

@@ -31,8 +31,6 @@ from amp_fx.policy.levels import levels_of
 from amp_fx.rewriting import replay
 from amp_fx.settings import LEVEL_OPTIONS, Options
 
-__all__ = ["CHOICES", "REPORT_FILE", "convert", "export", "extra_files"]
-
 logger = logging.getLogger(__name__)
 
 #: name of the plan inside a saved program

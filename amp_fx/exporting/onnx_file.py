@@ -17,8 +17,6 @@ from amp_fx.exporting.converting import export
 from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.values import tensors
 
-__all__ = ["export_onnx", "need_onnx", "why_not_run", "write_onnx"]
-
 logger = logging.getLogger(__name__)
 
 #: relative distance of an output from the model's own that no rounding of 16 bits explains

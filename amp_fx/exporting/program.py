@@ -21,8 +21,6 @@ from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, t
 from amp_fx.weights.derived import DerivedInputs
 from amp_fx.widened import identity
 
-__all__ = ["Weight", "beyond_range", "narrow_ends", "new_program", "store_low", "stored_weights", "tied"]
-
 _WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from amp_fx.errors import InputError
 
-__all__ = ["arguments_of", "call_of", "inputs_of"]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

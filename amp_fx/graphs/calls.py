@@ -14,13 +14,6 @@ import torch.fx as fx
 from amp_fx._torch import OpOverload
 from amp_fx.state import cache_results
 
-__all__ = [
-    "add_input", "args_of", "argument_value", "arguments", "class_name", "convolution_settings", "differentiated",
-    "dotted_path", "grad_modes", "graph_inputs_of", "is_alias", "is_cast", "is_gradient_call", "is_leaf_call",
-    "is_parameter", "is_returned", "module_path", "origin", "output_nodes", "pad_by_numbers", "readers",
-    "short_source", "source_line", "target_name", "tensor_arguments", "tensor_nodes", "where",
-]  # fmt: skip
-
 
 def arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
     """The node's arguments with their schema names, positional ones first."""

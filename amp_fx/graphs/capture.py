@@ -43,8 +43,6 @@ from amp_fx.graphs.values import tensors
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import lookup
 
-__all__ = ["OPAQUE_BODIES", "capture"]
-
 logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten

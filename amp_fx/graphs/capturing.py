@@ -37,8 +37,6 @@ from amp_fx.graphs.keys import REGION_META
 from amp_fx.graphs.regions import EXIT, Regions, is_autocast_call, node_regions
 from amp_fx.graphs.values import tensors
 
-__all__ = ["INLINED", "OPAQUE_BODIES", "CapturingInterpreter", "fake_mode_of", "stand_in"]
-
 #: Higher-order ops whose bodies are left as they are, and why. A body that stays is traced at eager dtypes.
 OPAQUE_BODIES = {
     "flex_attention": "score_mod bodies are scalar programs that Inductor inlines into the attention kernel",

@@ -25,8 +25,6 @@ from amp_fx.graphs.keys import OUTPUT_META, REGION_META
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 from amp_fx.graphs.values import LOW_DTYPES, in_place_target, is_eligible, tensors
 
-__all__ = ["adopt", "ambient_dtype"]
-
 aten = torch.ops.aten
 
 

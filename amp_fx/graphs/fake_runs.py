@@ -26,10 +26,6 @@ from amp_fx.graphs.calls import where
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, numel, tensors
 
-__all__ = [
-    "add_call", "dtype_under_autocast", "fake_arguments", "fake_values", "is_matmul", "matmul_flops", "run_fake",
-]  # fmt: skip
-
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], FakeTensorMode]:
     """The fake values of the node's arguments, and the mode they belong to.

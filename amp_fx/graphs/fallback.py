@@ -27,8 +27,6 @@ from amp_fx.errors import AmpFxError, CaptureError, FallbackWarning, PassError
 from amp_fx.graphs.regions import ENTER, EXIT, Region
 from amp_fx.graphs.values import is_eligible
 
-__all__ = ["is_for_the_caller", "reason_of", "under_autocast", "warn_fallback"]
-
 
 def is_for_the_caller(error: Exception) -> bool:
     """True for errors that are about the program or its options, and for warnings that are to be errors."""

@@ -1,11 +1,5 @@
 """All keys of ``node.meta`` and ``graph_module.meta`` that are amp_fx's own: what they are on, and what they hold."""
 
-__all__ = [
-    "BUDGET", "CAST_META", "COPY_META", "GONE", "LABEL", "LEVEL", "MARK", "MAY_ROUND", "OUTPUT_META", "OWN", "PART",
-    "PLAN_META", "PRODUCTS_MARK", "RAN_META", "RECIPE_META", "REGION_META", "RESULT_MARK", "SENSITIVITY", "SOURCE_META",
-    "STEP_META", "TIED",
-]  # fmt: skip
-
 #: how all of them begin; nodes of a program that is exported have none of them
 OWN = "amp_fx_"
 

@@ -18,11 +18,6 @@ from amp_fx._torch import in_compiled_autograd
 from amp_fx.graphs.calls import is_gradient_call
 from amp_fx.graphs.values import graph_devices, listed_devices, tensors
 
-__all__ = [
-    "ENTER", "EXIT", "Region", "Regions", "ambient_regions", "is_autocast_call", "node_regions", "not_ours",
-    "takes_own_gradients",
-]  # fmt: skip
-
 ENTER = torch.amp.autocast_mode._enter_autocast
 EXIT = torch.amp.autocast_mode._exit_autocast
 

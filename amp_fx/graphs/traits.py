@@ -15,8 +15,6 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload, op_name
 
-__all__ = ["LINEAR_OPS", "OPS", "LinearForm", "Op", "Trait", "has_trait", "linear_form", "op_row"]
-
 
 class Trait(enum.Enum):
     """A fact about an op that does not depend on the call."""

@@ -17,12 +17,6 @@ from amp_fx.graphs.calls import argument_value, is_gradient_call, tensor_argumen
 from amp_fx.graphs.traits import op_row
 from amp_fx.policy.table import DEVICES
 
-__all__ = [
-    "LOW_DTYPES", "additions_of", "call_device", "cast_bytes", "graph_device", "graph_devices", "in_place_target",
-    "is_convolved", "is_eligible", "is_fixed", "is_pure", "is_view", "listed_devices", "numel", "storage_of",
-    "storages_written_in", "tensors", "written_arguments", "written_storages",
-]  # fmt: skip
-
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _PLACED_DTYPES = (torch.float32, *LOW_DTYPES)

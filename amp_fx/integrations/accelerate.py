@@ -20,8 +20,6 @@ with needed("accelerate"):
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
-__all__ = ["AmpFxPlugin", "GradScaler", "attach"]
-
 
 @dataclass
 class AmpFxPlugin(TorchDynamoPlugin):

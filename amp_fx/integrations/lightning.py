@@ -25,8 +25,6 @@ with needed("lightning"):
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.plugins.precision import Precision as PlainPrecision
 
-__all__ = ["AmpFxFabricPrecision", "AmpFxPrecision", "MetricsCallback"]
-
 _DTYPES = {"16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from amp_fx.errors import OptionsError
 from amp_fx.scaling import GradScaler
 
-__all__ = ["ScalerMetrics"]
-
 
 class ScalerMetrics:
     """Call it with the step after each ``scaler.update()``; it logs in steps that ``every`` divides.

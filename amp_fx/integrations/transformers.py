@@ -25,8 +25,6 @@ with needed("transformers"):
     from transformers import TrainerCallback, TrainerState
     from transformers.trainer_callback import ExportableState
 
-__all__ = ["AmpFxCallback", "AmpFxTrainerMixin", "MetricsCallback"]
-
 
 class AmpFxCallback(TrainerCallback, ExportableState):
     """Compiles the Trainer's model in place, for training, evaluation and generation.

@@ -24,8 +24,6 @@ import torch.fx as fx
 from amp_fx.graphs.calls import argument_value, graph_inputs_of, is_parameter
 from amp_fx.placement.profile import FLASH_BLOCK, FLASH_BLOCK_BACKWARD, FLASH_QUERY, DeviceProfile
 
-__all__ = ["PAYS", "Attention", "operands", "refusal", "single_query"]
-
 #: share of the flash kernel's time from which products are taken: predictions are that good
 PAYS = 0.88
 

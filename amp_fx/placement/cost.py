@@ -40,8 +40,6 @@ from amp_fx.plans.plan import dtype_name
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import device_row
 
-__all__ = ["CostModel"]
-
 
 @dataclass
 class CostModel:

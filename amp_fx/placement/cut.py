@@ -29,8 +29,6 @@ import networkx as nx
 
 from amp_fx.errors import AmpFxError
 
-__all__ = ["HIGH", "LOW", "ContradictionError", "Problem", "Shared", "Var", "solve"]
-
 HIGH = True
 LOW = False
 

@@ -23,8 +23,6 @@ from amp_fx.placement.profile import (
     check_device_type,
 )  # fmt: skip
 
-__all__ = ["builtin", "cuda_profile", "load", "resolve"]
-
 
 def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None:
     """The profile that an option stands for on a device: ``"auto"``, ``"off"`` for none, the path of a file, or itself.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["GPUS", "LIMITS", "NOMINAL", "ROCM", "Gpu", "Limits", "gpu_row"]
-
 
 @dataclass(frozen=True)
 class Gpu:

@@ -19,10 +19,6 @@ from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 
-__all__ = [
-    "CAST", "convert_op", "is_convert", "is_convolution", "is_relaid", "lay_out", "relaid_weight",
-]  # fmt: skip
-
 aten = torch.ops.aten
 
 #: how Inductor's graphs spell a cast

@@ -36,10 +36,6 @@ from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.levels import AUTO, Implementation, Level, level_named, levels_of
 from amp_fx.state import cache_results
 
-__all__ = [
-    "BYTES", "NARROW", "OPERATIONS", "LevelCost", "Meaning", "auto_level", "copy_traffic", "meaning", "multiplies",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 #: bytes of an element with scales, and of a scale

@@ -24,8 +24,6 @@ from amp_fx.placement.profile import (
 )  # fmt: skip
 from amp_fx.policy.scaled import ZERO_POINT
 
-__all__ = ["measure"]
-
 #: a measurement is repeated at least so often
 _ROUNDS = 20
 #: a median so far above the best round means that something else used the machine

@@ -17,8 +17,6 @@ import networkx as nx
 
 from amp_fx.placement.cut import HIGH, Problem, Shared, Var, solve
 
-__all__ = ["Choice", "Labels", "Priced", "SensitivityTerm", "choice_of", "choose_all"]
-
 #: variable -> its label; what has none is HIGH
 Labels = Mapping[Var, bool]
 

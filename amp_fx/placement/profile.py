@@ -25,11 +25,6 @@ from amp_fx.plans.files import SchemaError, decode, read_object, write_text
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.table import DEVICES
 
-__all__ = [
-    "DEVICE_TYPES", "DTYPES", "FLASH_BLOCK", "FLASH_BLOCK_BACKWARD", "FLASH_QUERY", "FLOAT8", "INT8",
-    "DeviceProfile", "ProfileError", "check_device_type",
-]  # fmt: skip
-
 #: device types that have profiles
 DEVICE_TYPES = tuple(device.name for device in DEVICES.values() if device.has_rates)
 #: dtypes that every device multiplies in, and that are measured

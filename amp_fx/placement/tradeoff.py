@@ -22,8 +22,6 @@ from typing import TypeVar
 from amp_fx.placement.cut import HIGH, Var
 from amp_fx.placement.priced import Choice, Labels, Priced, choice_of, choose_all
 
-__all__ = ["BYTES", "MINIMISED", "TIME", "bracket", "hull", "within"]
-
 #: what a placement is to be the cheapest in
 MINIMISED = TIME, BYTES = "time", "bytes"
 #: halves that are searched: so many, and fewer where they have more variables together than that

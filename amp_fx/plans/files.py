@@ -21,9 +21,6 @@ import torch
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.state import cache_results
 
-__all__ = ["SchemaError", "as_data", "decode", "decode_file", "dtype_name", "in_words", "parse_object"]
-__all__ += ["read_object", "write_bytes", "write_text"]
-
 T = TypeVar("T")
 #: bytes that a file may have; plans and reports have about 600 a call, sensitivity files a kilobyte
 _MAX_FILE = 256 * 1024 * 1024

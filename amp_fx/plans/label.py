@@ -15,8 +15,6 @@ from amp_fx.plans.files import as_data, dtype_name
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, ROLES, Level, level_named
 
-__all__ = ["HAZARDS", "SENSITIVITY", "Kind", "Label", "Reason", "Takes", "label_of"]
-
 
 class Kind(str, enum.Enum):
     """What a reason is about, as plans name it, and its sentence with the names of its values."""

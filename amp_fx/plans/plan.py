@@ -23,10 +23,6 @@ from amp_fx.plans.label import Kind, Label, Reason
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import Level
 
-__all__ = [
-    "CastPlan", "CastSum", "Cost", "InputPlan", "ModuleCasts", "NodePlan", "Plan", "dtype_name", "with_choice",
-]  # fmt: skip
-
 #: of a file; the version is bumped when the JSON form changes incompatibly
 _HEADER = {"version": 4}
 

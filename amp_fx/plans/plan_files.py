@@ -28,10 +28,6 @@ from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.policy.levels import FORWARD
 from amp_fx.state import cache_results
 
-__all__ = [
-    "Change", "Diff", "choose_plan", "counterparts", "diff_plans", "keyed", "load_plans", "moved_nodes",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 #: phase, module path, op, turn among equals

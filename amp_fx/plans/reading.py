@@ -22,9 +22,6 @@ from amp_fx.plans.label import Kind, Label, label_of
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.policy.levels import is_narrow
 
-__all__ = ["add_graph", "cast_plan", "conversion", "input_plan", "is_heard", "listen", "node_plan", "publish"]
-__all__ += ["row_label", "unused_rules"]
-
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 
 #: told of each plan; Dynamo may compile from any thread, and each of these steps on a list is one

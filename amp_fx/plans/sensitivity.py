@@ -29,9 +29,6 @@ from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.policy.levels import FORWARD
 
-__all__ = ["GRADIENTS", "INPUT", "INSIDE", "MEASURED", "OF", "OUTPUTS", "CallSensitivity", "GraphSensitivity"]
-__all__ += ["ReadSensitivity", "Sensitivity", "add_sensitivities", "as_number", "combined", "slots"]
-
 #: of a file; the version is bumped when the JSON form changes incompatibly
 _HEADER = {"format": "amp_fx sensitivity", "version": 4}
 #: what is judged: the gradient of all parameters, or what the model returns

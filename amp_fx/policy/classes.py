@@ -11,11 +11,6 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = [
-    "OpClass", "OpGroup", "Origin", "composite", "follow", "fp32", "keep", "listed", "low", "promote",
-    "unlisted",
-]  # fmt: skip
-
 
 class OpClass(str, enum.Enum):
     """What mixed precision does with an op. Values are the names used in plans, reports and user rules.

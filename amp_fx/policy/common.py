@@ -10,11 +10,6 @@ quantized ops, and everything in-place: the passes decide about writes by the st
 
 from .classes import composite, follow, fp32, keep, listed, low, promote
 
-__all__ = [
-    "COMMON_GROUPS", "FAST_LOW_IO", "FAST_MAY_ROUND", "FFT", "LINALG", "LINALG_UNTIL_2_14", "LISTED_GROUPS",
-    "NEAREST",
-]  # fmt: skip
-
 #: Fourier transforms: CPU autocast lists them as fp32; elsewhere half transforms exist for few sizes only.
 FFT = """
     fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn

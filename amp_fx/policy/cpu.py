@@ -6,8 +6,6 @@ Listed rows follow ``KERNEL_CPU`` in ``aten/src/ATen/autocast_mode.cpp``.
 from .classes import composite, follow, fp32, listed, low, promote, unlisted
 from .common import FFT, LINALG, LINALG_UNTIL_2_14, LISTED_GROUPS, NEAREST
 
-__all__ = ["CPU_GROUPS"]
-
 CPU_GROUPS = (
     *LISTED_GROUPS,
     *listed(

@@ -7,8 +7,6 @@ Listed rows follow the macros of ``ATen/autocast_mode.h``, which comments name, 
 from .classes import composite, follow, fp32, listed, low, promote, unlisted
 from .common import LISTED_GROUPS, NEAREST
 
-__all__ = ["CUDA_ALONE", "CUDA_GROUPS", "MPS_GROUPS"]
-
 CUDA_GROUPS = (
     *LISTED_GROUPS,
     *listed(

@@ -22,11 +22,6 @@ import torch
 
 from amp_fx.policy.scaled import int8_mm, measured_int8_mm, packed_int8_mm, scaled_mm
 
-__all__ = [
-    "AUTO", "FORWARD", "INPUT", "LEVELS", "NARROW_DTYPES", "ROLES", "WEIGHT", "Implementation", "Level", "Scale",
-    "choices_of", "is_narrow", "level_named", "levels_of",
-]  # fmt: skip
-
 #: what a matmul is to a call of the forward: itself, or what gives the gradient of its first or second operand
 ROLES = FORWARD, INPUT, WEIGHT = "forward", "gradient of its input", "gradient of its weight"
 #: the option that leaves the choice to the device and to costs

@@ -27,8 +27,6 @@ from amp_fx.errors import OptionsError, did_you_mean, one_of
 from amp_fx.policy.classes import OpClass
 from amp_fx.policy.table import check_op
 
-__all__ = ["BASES", "BELOW", "IMPLEMENTATIONS", "PRECISIONS", "PRESETS", "RESULTS", "Policy", "Rule"]
-
 #: name -> one line about it
 BASES = {
     "autocast": "the numerics of torch.autocast on that device, with cheaper casts",

@@ -14,11 +14,6 @@ import torch
 
 from amp_fx._torch import quantised_ops
 
-__all__ = [
-    "TILE", "ZERO_POINT", "Emit", "Product", "block_scales", "dequantised", "int8_mm", "measured_int8_mm",
-    "packed_int8_mm", "quantised", "run", "scale_of", "scaled", "scaled_mm", "whole",
-]  # fmt: skip
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 #: runs an op, or adds it to a graph: ``call(op, *args, **kwargs)``

@@ -16,8 +16,6 @@ from .common import COMMON_GROUPS
 from .cpu import CPU_GROUPS
 from .cuda import CUDA_ALONE, CUDA_GROUPS, MPS_GROUPS
 
-__all__ = ["DEVICES", "Device", "check_op", "device_row", "lookup", "rows_of"]
-
 
 @dataclass(frozen=True)
 class Device:

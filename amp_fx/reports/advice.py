@@ -18,9 +18,6 @@ from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import unused_rules
 from amp_fx.policy import OpClass, Policy
 
-__all__ = ["NOT_COMPILED", "UNUSED_RULE", "Advice", "advise", "kept_casts", "kept_data", "kept_lines"]
-__all__ += ["layout_advice", "scaling_advice", "starred", "weight_advice"]
-
 #: the kinds of advice about code that never became a graph, and about a rule that matches nothing
 NOT_COMPILED, UNUSED_RULE = "not compiled", "rule"
 #: tensor cores read operands in rows of 16 bytes

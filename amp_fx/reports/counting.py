@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["FORMATS", "Counts", "Format"]
-
 #: exponents counted, first and last: all of fp32, subnormals included
 _FIRST, _LAST = -150, 128
 #: loss scales beyond this are no use in fp32 either

@@ -45,8 +45,6 @@ from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import Backend, TracedGraph, Tracer, compile_graph, differentiate, without_data
 
-__all__ = ["compiled_graphs", "explain", "progress"]
-
 #: seconds until the line of :func:`progress` appears
 _PATIENCE = 5.0
 #: how Dynamo's message about recurrent layers begins, and what to do. Its own hint is torch._dynamo.config.allow_rnn,

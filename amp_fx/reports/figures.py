@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_histogram", "new_figure", "save_figure"]
-
 #: colours that differ in lightness too, for those who do not see them
 _COLOURS = ("#0072b2", "#e69f00")
 #: share of the values at an exponent of the lower end up to which the axis leaves it out

@@ -28,8 +28,6 @@ from amp_fx.reports.step import Step, plain
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "Histogram", "histogram"]
-
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
 #: what is counted, and what it is called in a figure

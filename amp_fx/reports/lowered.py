@@ -39,8 +39,6 @@ from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
 from amp_fx.reports.advice import starred
 from amp_fx.settings import Options
 
-__all__ = ["LoweredGraphs", "autocast_backend", "cast_kernels", "casts_by_module", "cost_of"]
-
 #: what a kernel may do beside converting and still be a cast
 _MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
 

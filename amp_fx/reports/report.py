@@ -26,8 +26,6 @@ from amp_fx.viz import beside, dot, html, model
 from amp_fx.viz.style import DTYPES
 from amp_fx.viz.words import because
 
-__all__ = ["SUFFIXES", "Recording", "Report", "check_suffix", "record"]
-
 #: of a file; the version is bumped when the JSON form changes incompatibly
 _HEADER = {"version": 1}
 #: fields that JSON has as they are

@@ -19,8 +19,6 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from amp_fx._torch import autocast_disabled
 from amp_fx.errors import AmpFxError, OptionsError
 
-__all__ = ["Results", "Step", "apart", "entry_of", "loss_of", "plain", "relative_error", "untouched"]
-
 #: gradients of parameters by name, or outputs by place: fp32, or fp64 where the model is
 Results = dict[str, Tensor]
 

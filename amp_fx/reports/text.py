@@ -14,8 +14,6 @@ from amp_fx.plans.plan import Cost, InputPlan, Plan, dtype_name
 from amp_fx.reports.advice import NOT_COMPILED, UNUSED_RULE, Advice
 from amp_fx.viz.words import more_bytes, size
 
-__all__ = ["cost_lines", "findings", "heading", "markdown", "screen", "share_lines", "table", "verdict"]
-
 #: the first screen: lines, and characters in a line where there is no terminal that has fewer
 _LINES, _WIDTH = 25, 118
 _BAR = 12

@@ -21,8 +21,6 @@ from torch.optim import Optimizer
 
 from amp_fx._torch import find_nonfinite_, is_wrapper, largest_magnitudes, wrapped_tensors
 
-__all__ = ["Marks", "Step", "any_of", "look", "names_of", "parameters_of"]
-
 #: devices whose values the host reads without waiting
 _AT_HAND = {"cpu"}
 #: the id of a parameter, and a number that is inf or nan if its gradient has one; 0-d, on the gradient's device

@@ -24,8 +24,6 @@ from amp_fx._torch import BEFORE_STEP, UNTRACED, after_closure, update_scale
 from amp_fx.errors import ScalerError, did_you_mean
 from amp_fx.scaling.findings import Step, any_of, look, names_of, parameters_of
 
-__all__ = ["GradScaler", "find_scaler"]
-
 
 @dataclass
 class _Here:

@@ -38,8 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_fx.errors import TargetError
 from amp_fx.targets.process import Target, find_target, library
 
-__all__ = ["compile_contexts", "enter", "graph_from_bytes", "graph_to_bytes", "pretended"]
-
 #: torch 2.11's pickler does not look for nodes in slices, ``x[: x.shape[0]]``; later ones do
 _SLICE = pytree.NodeDef(slice, lambda s: ([s.start, s.stop, s.step], None), lambda p, _: slice(*p), None)
 _with_slices = mock.patch.dict(pytree.SUPPORTED_NODES, {slice: _SLICE})

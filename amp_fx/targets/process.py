@@ -28,8 +28,6 @@ from amp_fx.placement.devices import cuda_profile
 from amp_fx.placement.gpus import GPUS, LIMITS, Gpu, Limits
 from amp_fx.placement.profile import DeviceProfile
 
-__all__ = ["TARGETS", "Target", "TargetProcess", "find_target", "library", "serve"]
-
 _SOURCE = Path(__file__).with_name("deviceless.cpp")
 
 

@@ -32,11 +32,6 @@ from amp_fx.graphs.calls import class_name, tensor_nodes
 from amp_fx.graphs.keys import SOURCE_META
 from amp_fx.graphs.values import tensors
 
-__all__ = [
-    "Backend", "InnerCompile", "TracedGraph", "Tracer", "compile_graph", "differentiate", "move", "on_target",
-    "without_data",
-]  # fmt: skip
-
 #: as in ``torch.compile``
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 #: gets the graphs after partitioning, see :func:`amp_fx._torch.replace_inner_compile`

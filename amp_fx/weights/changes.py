@@ -31,11 +31,6 @@ from amp_fx._torch import AFTER_STEP, is_wrapper, words_of_memory
 from amp_fx.errors import WeightsError
 from amp_fx.state import cache_results
 
-__all__ = [
-    "SAMPLED", "Fingerprint", "address", "addresses_left", "counting", "forget", "sampled_offsets",
-    "storages", "touch",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 #: of a tensor; without a loop of Python when mapped

@@ -27,10 +27,6 @@ from amp_fx.weights.recipes import Cast, Derived, Recipe, Scaled, computed
 if TYPE_CHECKING:
     from amp_fx.weights.renewal import Renewal
 
-__all__ = [
-    "CacheEntry", "DerivedInputs", "DerivedTensors", "Input", "WeightCache", "clear", "derivation", "held_bytes",
-]  # fmt: skip
-
 Value = TypeVar("Value")
 
 #: what the kernel that renews copies on a GPU reads, and in which dtypes it writes rows with a scale

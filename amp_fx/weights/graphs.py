@@ -22,8 +22,6 @@ from amp_fx.weights.derived import CacheEntry, DerivedInputs, Input, WeightCache
 from amp_fx.weights.packing import pack
 from amp_fx.weights.recipes import recipe_of
 
-__all__ = ["FrozenGraph", "WeightsGraph", "cached", "copied_weights", "freeze", "packed", "weight_inputs"]
-
 logger = logging.getLogger(__name__)
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

@@ -40,8 +40,6 @@ from amp_fx.weights.derived import DerivedInputs, derivation
 from amp_fx.weights.products import as_convolution, dequantised, join_linears, writers
 from amp_fx.weights.recipes import Derived, with_norm
 
-__all__ = ["pack"]
-
 aten = torch.ops.aten
 
 #: of all elements of a graph's weights, those that may be added by what is computed from them: embeddings that are

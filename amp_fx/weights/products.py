@@ -32,8 +32,6 @@ from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import written_arguments
 
-__all__ = ["as_convolution", "dequantised", "join_linears", "write_out_int8", "writers"]
-
 aten = torch.ops.aten
 
 #: whether oneDNN packs a weight for a value

@@ -18,8 +18,6 @@ from amp_fx.graphs.keys import RECIPE_META
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.scaled import Emit, run, scale_of, scaled
 
-__all__ = ["Cast", "CopyRecipe", "Derived", "Recipe", "Scaled", "computed", "recipe_of", "with_norm"]
-
 aten = torch.ops.aten
 
 

@@ -29,8 +29,6 @@ from torch import Tensor
 from amp_fx.weights.changes import SAMPLED, sampled_offsets
 from amp_fx.weights.recipes import Recipe, Scaled
 
-__all__ = ["CHUNK", "OPTIONS", "Renewal", "constants", "places_of", "renew_kernel"]
-
 #: elements of a chunk
 CHUNK = 16384
 #: of Triton's compiler. There is nothing to fuse; Triton 3.9 warns where nobody says so

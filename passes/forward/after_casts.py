@@ -19,8 +19,6 @@ from amp_fx.passes.forward.insert_casts import retyped_arguments
 from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.policy import OpClass
 
-__all__ = ["FuseCasts", "Verify"]
-
 
 @dataclass(frozen=True)
 class FuseCasts(Pass):

@@ -13,8 +13,6 @@ from amp_fx.passes.base import Pass, PassContext
 from amp_fx.placement.attention import PAYS, Attention, operands, refusal, single_query
 from amp_fx.plans.label import Kind, Label, Reason, label_of
 
-__all__ = ["ChooseAttention"]
-
 
 @dataclass(frozen=True)
 class ChooseAttention(Pass):

@@ -30,8 +30,6 @@ from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 from amp_fx.policy.rules import PRECISIONS
 from amp_fx.policy.table import device_row, lookup
 
-__all__ = ["Classify", "PinDtypes", "may_return_wide"]
-
 
 @dataclass(frozen=True)
 class PinDtypes(Pass):

@@ -19,8 +19,6 @@ from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Kind, Label, Reason, Takes, label_of
 from amp_fx.policy import OpClass
 
-__all__ = ["Constrain"]
-
 aten = torch.ops.aten
 
 Hazards = Iterator[tuple[fx.Node, Reason]]

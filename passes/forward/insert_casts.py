@@ -27,8 +27,6 @@ from amp_fx.plans.label import Kind, Label, Takes, label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import device_row
 
-__all__ = ["InsertCasts", "retyped_arguments"]
-
 #: what an inserted node takes over from those around it
 _COPIED_META = ("nn_module_stack", "stack_trace", REGION_META)
 #: where type promotion decides, the plan records what the kernel really returns

@@ -18,11 +18,6 @@ from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.policy import OpClass
 
-__all__ = [
-    "ALWAYS", "Network", "converts_alone", "is_stored_value", "is_summed", "named_arguments", "place_as_autocast",
-    "placed_dtype", "rounded",
-]  # fmt: skip
-
 #: variables of the cut whose label is known
 ALWAYS = {HIGH: ("always fp32",), LOW: ("always low",)}
 

@@ -17,8 +17,6 @@ from amp_fx.plans.plan import NodePlan
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import device_row
 
-__all__ = ["Place", "Replay"]
-
 #: what a call takes from its row in a plan
 _DECIDED = ("op_class", "reasons", "dtype", "takes", "own_dtype_slots", "pinned", "levels", "scales")
 

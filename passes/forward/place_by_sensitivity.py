@@ -27,8 +27,6 @@ from amp_fx.plans.sensitivity import CallSensitivity
 from amp_fx.policy import OpClass
 from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 
-__all__ = ["PlaceBySensitivity", "Placement", "PricedGraph", "price"]
-
 #: call -> whether it computes in fp32, and whether its result is stored so
 Placement = Mapping[str, tuple[bool, bool]]
 

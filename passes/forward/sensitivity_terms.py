@@ -34,8 +34,6 @@ from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, as_number, slots
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import device_row
 
-__all__ = ["sensitivity_terms"]
-
 
 def sensitivity_terms(
     graph: fx.Graph, network: Network, cost: CostModel, rows: Mapping[str, CallSensitivity]

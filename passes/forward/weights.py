@@ -22,8 +22,6 @@ from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.derived import DerivedInputs, derivation
 from amp_fx.weights.recipes import Cast, CopyRecipe, Scaled
 
-__all__ = ["CacheWeights", "FoldWeights", "KeepWeights"]
-
 aten = torch.ops.aten
 
 

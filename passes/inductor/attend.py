@@ -15,8 +15,6 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import PRODUCTS_MARK
 from amp_fx.passes.base import Pass, PassContext, marked
 
-__all__ = ["Attend"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default

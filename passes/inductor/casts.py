@@ -17,10 +17,6 @@ from amp_fx.passes.base import Pass, PassContext
 from amp_fx.placement.layout import CAST, lay_out, relaid_weight
 from amp_fx.policy.table import device_row
 
-__all__ = [
-    "KeepStatistics", "LayOutGradients", "LayOutWeights", "SeparateOutputs", "WriteCasts",
-]  # fmt: skip
-
 aten = torch.ops.aten
 
 

@@ -19,8 +19,6 @@ from amp_fx.passes.base import Pass, PassContext, gradients_in, marked
 from amp_fx.placement.layout import CAST
 from amp_fx.policy.table import device_row
 
-__all__ = ["GemmEpilogue"]
-
 aten = torch.ops.aten
 
 #: matmul -> the overload that takes an output dtype; they have CUDA kernels only. There is an ``addmm.dtype``, too,

@@ -22,8 +22,6 @@ from amp_fx.graphs.fake_runs import add_call
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.placement.layout import CAST
 
-__all__ = ["CallPacked", "ReadScales"]
-
 aten = torch.ops.aten
 
 

@@ -15,8 +15,6 @@ from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.policy.table import device_row
 
-__all__ = ["ScaleBackward"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 

@@ -14,8 +14,6 @@ from amp_fx.passes.levels.matmuls import Matmul, captured_matmul, divides, may_r
 from amp_fx.plans.label import label_of
 from amp_fx.policy.levels import WEIGHT, Level
 
-__all__ = ["MarkMatmuls"]
-
 
 @dataclass(frozen=True)
 class MarkMatmuls(Pass):

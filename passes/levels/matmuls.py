@@ -27,11 +27,6 @@ from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT
 from amp_fx.policy.rules import BELOW
 
-__all__ = [
-    "Matmul", "Operand", "captured_matmul", "divides", "last_calls", "may_run_below",
-    "read_matmuls",
-]  # fmt: skip
-
 aten = torch.ops.aten
 
 #: besides dropout, what a result goes through on its way to a residual stream

@@ -27,8 +27,6 @@ from amp_fx.plans.plan import with_choice
 from amp_fx.policy.levels import AUTO, LEVELS, WEIGHT, Implementation, Level
 from amp_fx.policy.rules import BELOW
 
-__all__ = ["Budget", "PlaceLevels", "level_of", "level_problem"]
-
 aten = torch.ops.aten
 
 

@@ -25,8 +25,6 @@ from amp_fx.policy.scaled import Product, dequantised, quantised, whole
 from amp_fx.weights.recipes import Scaled, with_norm
 from amp_fx.widened import held_pair
 
-__all__ = ["Part", "QuantiseMatmuls", "erase_unread"]
-
 aten = torch.ops.aten
 
 #: captured graphs have the ops of programs

@@ -14,8 +14,6 @@ from amp_fx.passes.levels.place_levels import level_of
 from amp_fx.policy.levels import FORWARD, Implementation, Level, Scale
 from amp_fx.policy.scaled import Product, block_scales, scale_of, scaled
 
-__all__ = ["Quantiser", "WithScale"]
-
 aten = torch.ops.aten
 
 #: what new nodes take over from the matmul that needs them first

@@ -207,8 +207,10 @@ def test_a_single_row_has_no_measured_scales() -> None:
 
 
 @pytest.mark.usefixtures("op_by_op")
-@pytest.mark.parametrize("weights", ["auto", "cache", "freeze", "stored low"])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("weights", "dynamic"),
+    [("auto", None), ("cache", None), ("freeze", None), ("stored low", None), ("auto", True)],
+)
 def test_batches_of_other_sizes_are_multiplied_by_the_same_scales(
     model: Any, plan: CalibratedPlan, weights: str, dynamic: bool | None
 ) -> None:
