@@ -29,7 +29,7 @@ from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.meter import Key, Meter
 from amp_fx.calibration.operands import attend, convolve, multiply
 from amp_fx.graphs.calls import short_source, where
-from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form
+from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form, op_row
 from amp_fx.graphs.values import (
     additions_of,
     in_place_target,
@@ -142,9 +142,13 @@ class _Measured(fx.Interpreter):
             # where others add the value, they read it in uint8, too
             alike = self.env[source] if is_convolved(source) and additions_of(source) else None
             args = (*convolve(self._meter, (self._graph, plan.name), args[0], args[1], alike), *args[2:])
-        if n.target is aten.batch_norm.default:
-            # kernels give running statistics, which stay fp32, no gradient
-            args = (*args[:3], *(each if each is None else each.detach() for each in args[3:5]), *args[5:])
+        if isinstance(n.target, OpOverload) and (constants := op_row(n).constants):
+            # running statistics, weights of classes: no policy rounds these
+            names = [argument.name for argument in n.target._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            fixed = {name: value.detach() for name in constants if (value := given.get(name)) is not None}
+            args = (*(fixed.get(name, value) for name, value in zip(names, args, strict=False)),)
+            kwargs = {name: fixed.get(name, value) for name, value in kwargs.items()}
         if "scaled_dot_product" not in str(n.target):
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         with sdpa_kernel([SDPBackend.MATH]):

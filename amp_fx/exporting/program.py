@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_fx.errors import InputError, OptionsError
 from amp_fx.graphs.calls import origin, output_nodes
+from amp_fx.graphs.exported import Inner
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.keys import CAST_META, COPY_META, OUTPUT_META, OWN, RECIPE_META, REGION_META
 from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, tensors
@@ -226,6 +227,8 @@ def new_program(
     inputs = _input_specs(gm, signature)
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if isinstance(inner := node.target, Inner):
+                node.target, node.meta["val"] = inner.target, inner.value
             node.meta = {key: value for key, value in node.meta.items() if not key.startswith(OWN)}
     kind = _LowInputsProgram if narrowed else torch.export.ExportedProgram
     return kind(

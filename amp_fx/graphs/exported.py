@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import HigherOrderOperator, OpOverload
+from amp_fx._torch import HigherOrderOperator, OpOverload, is_functorch_wrapped
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import origin, output_nodes, pad_by_numbers, where
 from amp_fx.graphs.capture import OPAQUE_BODIES
@@ -26,6 +26,19 @@ from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 from amp_fx.graphs.values import LOW_DTYPES, in_place_target, is_eligible, tensors
 
 aten = torch.ops.aten
+
+
+class Inner:
+    """A call inside ``vmap`` or ``torch.func``, and its value, which is nowhere else: no pass looks at it."""
+
+    def __init__(self, target: Any, value: Any) -> None:
+        self.target, self.value = target, value
+        # as in a graph of Dynamo's
+        self.__name__ = target.__name__.partition(".")[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call."""
+        return self.target(*args, **kwargs)
 
 
 def adopt(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
@@ -103,6 +116,8 @@ class _Splice:
             else:
                 env[node] = self._graph.node_copy(node, env.__getitem__)
                 env[node].meta[REGION_META] = regions[node]
+                if any(map(is_functorch_wrapped, tensors(node.meta.get("val")))):
+                    env[node].target = Inner(node.target, env[node].meta.pop("val"))
         raise CaptureError("an exported graph has no output")
 
     def _switch_gradients(self, operand: Any, enabled: bool, region: Mapping[str, Region]) -> Any:

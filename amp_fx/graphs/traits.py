@@ -129,7 +129,12 @@ class Op:
     #: arguments that it writes to though its schema does not say so, and the one that says whether it does
     writes: tuple[str, ...] = ()
     writes_if: str = ""
+    #: arguments that torch gives no gradient, and refuses where they ask for one
+    constants: tuple[str, ...] = ()
 
+
+#: of batch and instance norm
+_RUNNING = ("running_mean", "running_var")
 
 #: what traits do not say
 _MORE: Mapping[str, Op] = {
@@ -145,8 +150,20 @@ _MORE: Mapping[str, Op] = {
     "index_add": Op(rows=3),
     "index_put": Op(rows=2),
     "scatter_add": Op(rows=3),
-    "batch_norm": Op(writes=("running_mean", "running_var"), writes_if="training"),
-    "instance_norm": Op(writes=("running_mean", "running_var"), writes_if="use_input_stats"),
+    "batch_norm": Op(writes=_RUNNING, writes_if="training", constants=_RUNNING),
+    "instance_norm": Op(writes=_RUNNING, writes_if="use_input_stats", constants=_RUNNING),
+    "binary_cross_entropy": Op(constants=("weight",)),
+    "binary_cross_entropy_with_logits": Op(constants=("weight", "pos_weight")),
+    "cross_entropy_loss": Op(constants=("weight",)),
+    "fake_quantize_per_channel_affine": Op(constants=("scale", "zero_point")),
+    "fake_quantize_per_tensor_affine.tensor_qparams": Op(constants=("scale", "zero_point")),
+    "fractional_max_pool2d": Op(constants=("random_samples",)),
+    "fractional_max_pool3d": Op(constants=("random_samples",)),
+    "multi_margin_loss": Op(constants=("weight",)),
+    "nll_loss": Op(constants=("weight",)),
+    "nll_loss2d": Op(constants=("weight",)),
+    "nll_loss_nd": Op(constants=("weight",)),
+    "soft_margin_loss": Op(constants=("target",)),
 }
 
 

@@ -20,6 +20,8 @@ from amp_fx.policy.table import DEVICES
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _PLACED_DTYPES = (torch.float32, *LOW_DTYPES)
+#: namespaces of ops whose schemas and tags say all that a result depends on
+_KNOWN = ("aten", "prims", "quantized_decomposed", "amp_fx")
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -182,11 +184,14 @@ def is_fixed(node: fx.Node) -> bool:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """True where a value follows from arguments alone, in a call that may as well run elsewhere."""
+    """True where a value follows from arguments alone, in a call that may as well run elsewhere.
+
+    What other libraries' ops depend on is not known: one may read a setting, draw numbers, or ask other processes.
+    """
     if node.op != "call_function" or not is_fixed(node):
         return False
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in _KNOWN:
         return False
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from amp_fx._torch import AFTER_STEP, is_wrapper, words_of_memory
+from amp_fx._torch import AFTER_STEP, FakeTensor, is_wrapper, words_of_memory
 from amp_fx.errors import WeightsError
 from amp_fx.state import cache_results
 
@@ -226,7 +226,9 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if not _told:
         AFTER_STEP.leave(_stepped)
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [
+        p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, FakeTensor)
+    ]
     # gradients may be gone by now
     touch(*(p for p in parameters if p.requires_grad or p.grad is not None))
 

@@ -130,6 +130,33 @@ def test_running_statistics_that_a_training_step_only_reads_are_no_hindrance() -
     assert 1e-4 < found.autocast_error < 1e-1
 
 
+_WEIGHTS, _CLASSES, _SHARES = torch.rand(8) + 0.5, torch.arange(4), torch.rand(4, 8)
+
+#: calls with arguments that torch gives no gradient
+CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "weights of classes": lambda x: F.cross_entropy(x, _CLASSES, _WEIGHTS),
+    "weights of classes by name": lambda x: F.cross_entropy(x, _CLASSES, weight=_WEIGHTS, label_smoothing=0.1),
+    "weights of classes of log-probabilities": lambda x: F.nll_loss(x.log_softmax(1), _CLASSES, _WEIGHTS),
+    "weights of labels": lambda x: F.binary_cross_entropy(x.sigmoid(), _SHARES, _WEIGHTS),
+    "weights of positive labels": lambda x: F.binary_cross_entropy_with_logits(x, _SHARES, None, pos_weight=_WEIGHTS),
+    "signs": lambda x: F.soft_margin_loss(x, _SHARES.round() * 2 - 1),
+    "statistics of instances": lambda x: F.instance_norm(
+        x[None], _WEIGHTS[:4], _WEIGHTS[4:], use_input_stats=False
+    ).square().mean(),
+    "scales of channels": lambda x: torch.fake_quantize_per_channel_affine(
+        x, _WEIGHTS, torch.zeros(8, dtype=torch.int32), 1, -128, 127
+    ).square().mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CONSTANTS)
+@pytest.mark.parametrize("of", ["gradients", "outputs"])
+def test_what_has_no_gradient_is_no_hindrance(of: Any, call: str) -> None:
+    linear, x = nn.Linear(8, 8), torch.randn(4, 8)
+    model = Parts(lambda m, x: CONSTANTS[call](m.linear(x)), linear=linear)
+    assert 1e-5 < amp_fx.calibrate(model, x, of=of, profile="off").autocast_error < 1e-1
+
+
 def parted(between: Callable[[Tensor], Tensor]) -> nn.Module:
     """Two graphs, and between them a break or code that is not traced."""
     torch.manual_seed(0)

@@ -180,6 +180,24 @@ def test_who_writes_to_what_was_returned_does_not_write_to_what_is_kept(
         assert torch.equal(run(x)[1], net(x)[1])
 
 
+@pytest.mark.parametrize("options", [{"weights": "cache"}, {"profile": "off"}], ids=["fp32", "low"])
+@pytest.mark.usefixtures("op_by_op")
+def test_an_op_of_another_library_is_called_in_each_call(options: dict[str, Any]) -> None:
+    factors = [1.0]
+
+    @torch.library.custom_op("tests::adapted", mutates_args=())
+    def adapted(weight: Tensor) -> Tensor:
+        return weight * factors[-1]
+
+    adapted.register_fake(torch.empty_like)
+    net = Parts(lambda m, x: F.linear(x, adapted(m.low.weight), m.low.bias), low=nn.Linear(64, 64)).eval()
+    run, x = compiled(net, **options), torch.randn(16, 64)
+    with torch.inference_mode():
+        assert is_right(run(x), net, x)
+        factors.append(-2.0)
+        assert is_right(run(x), net, x)
+
+
 # ---- writes ----
 
 

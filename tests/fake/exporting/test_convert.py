@@ -267,3 +267,24 @@ def test_metadata_that_no_autocast_explains_is_refused_with_the_fix() -> None:
     relu.meta["val"] = relu.meta["val"].to(BF16)
     with pytest.raises(CaptureError, match=r"relu .*torch.bfloat16.*amp_fx\.export"):
         amp_fx.convert(ep)
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        lambda m, x: torch.vmap(lambda row: m.inner(row).relu())(x),
+        lambda m, x: torch.vmap(lambda row: sum(row.clone().mul_(2).split(16)))(x),
+        lambda m, x: torch.vmap(torch.vmap(lambda value: value * 2))(x),
+    ],
+    ids=["a linear", "a write and a split", "one in the other"],
+)
+def test_what_is_inside_vmap_stays_and_the_rest_is_low(mapped: Any, tmp_path: Path) -> None:
+    parts = {"first": nn.Linear(32, 32), "inner": nn.Linear(32, 32)}
+    model, x = Parts(lambda m, x: mapped(m, m.first(x)), **parts).eval(), torch.randn(4, 32)
+    ep = converted(model, x)
+    assert stored_dtypes(ep)["first.weight"] is BF16
+    assert stored_dtypes(ep)["inner.weight"] is FP32
+    torch.export.save(ep, tmp_path / "mapped.pt2")
+    with torch.no_grad():
+        found = torch.export.load(tmp_path / "mapped.pt2").module()(x)
+        assert 0 < error_of(found, exact(model, x)) < 1e-2

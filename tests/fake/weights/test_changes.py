@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx import WeightsError, weights
-from amp_fx._torch import AFTER_STEP
+from amp_fx._torch import AFTER_STEP, FakeTensorMode
 from amp_fx.weights import changes
 from amp_fx.weights.changes import SAMPLED, Fingerprint, sampled_offsets
 from writes import WRITES, are_current, copies_for, new_layer, new_weights
@@ -220,6 +220,17 @@ def test_a_step_of_a_student_costs_its_teacher_nothing(casts: list[Tensor]) -> N
     assert len(casts) == 0
     assert are_current(of_student, student)
     assert len(casts) == len(student)
+
+
+def test_a_step_on_fake_weights_asks_for_no_memory(recwarn: pytest.WarningsRecorder) -> None:
+    served = new_weights()
+    copies = copies_for(4)
+    copies.of(served)
+    with FakeTensorMode():
+        layer = nn.Linear(4, 4)
+        layer(torch.randn(2, 4)).sum().backward()
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    assert not [str(warning.message) for warning in recwarn if "data pointer" in str(warning.message)]
 
 
 def test_only_the_weights_of_a_step_are_cast_again(casts: list[Tensor]) -> None:
