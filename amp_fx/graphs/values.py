@@ -20,7 +20,7 @@ from amp_fx.policy.table import DEVICES
 __all__ = [
     "LOW_DTYPES", "additions_of", "call_device", "cast_bytes", "graph_device", "graph_devices", "in_place_target",
     "is_convolved", "is_eligible", "is_fixed", "is_pure", "is_view", "listed_devices", "numel", "storage_of",
-    "storages_written_in", "tensors", "written_arguments", "written_storages",
+    "storages_written_in", "tensors", "writers_in", "written_arguments", "written_storages",
 ]  # fmt: skip
 
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
@@ -148,7 +148,16 @@ def in_place_target(node: fx.Node) -> fx.Node | None:
 
 def storages_written_in(graph: fx.Graph) -> frozenset[int]:
     """Storages that any node of a graph writes to."""
-    return frozenset[int]().union(*map(written_storages, graph.nodes))
+    return frozenset(writers_in(graph))
+
+
+def writers_in(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """Storage -> the nodes of a graph that write to it, in order."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for key in written_storages(node):
+            found.setdefault(key, []).append(node)
+    return found
 
 
 def written_storages(node: fx.Node) -> set[int]:
