@@ -112,7 +112,12 @@ class _Packer:
             is_computed = any(arg in self.derived for arg in inputs) and all(
                 arg in self.derived or arg in fixed for arg in inputs
             )
-            if node in self.derived or not is_computed or not is_pure(node) or storage_of(node) in self._writers:
+            if (
+                node in self.derived
+                or not is_computed
+                or not is_pure(node)
+                or storage_of(node) in self._writers
+            ):
                 continue
             if not is_view(node):
                 elements = sum(numel(weight.meta["val"]) for weight in sources[node])

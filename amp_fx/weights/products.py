@@ -112,7 +112,9 @@ def write_out_int8(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node, written: Collection[int | None]) -> None:
+def _join(
+    group: list[fx.Node], derived: set[fx.Node], start: fx.Node, written: Collection[int | None]
+) -> None:
     """Makes one product of several, in the place of the first."""
     graph, [first, *_] = start.graph, group
 
