@@ -19,8 +19,8 @@ from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.policy import OpClass
 
 __all__ = [
-    "ALWAYS", "Network", "converts_alone", "is_stored_value", "is_summed", "named_arguments", "place_as_autocast",
-    "placed_dtype", "rounded",
+    "ALWAYS", "Network", "converts_alone", "dtype_as_autocast", "is_stored_value", "is_summed", "named_arguments",
+    "place_as_autocast", "placed_dtype", "rounded",
 ]  # fmt: skip
 
 #: variables of the cut whose label is known
@@ -31,14 +31,18 @@ def place_as_autocast(graph: fx.Graph) -> tuple[list[tuple[fx.Node, Label]], tor
     """Labels all calls as eager autocast would; returns them, and the low dtype if there is a single one."""
     placed = [(node, plan) for node in graph.nodes if (plan := label_of(node)) is not None]
     for node, plan in placed:
-        if plan.op_class is OpClass.LOW:
-            plan.dtype = plan.low
-        elif plan.op_class is OpClass.FP32:
-            plan.dtype = torch.float32
-        elif plan.op_class is not OpClass.KEEP:
-            plan.dtype = _widest(node, plan)
+        plan.dtype = dtype_as_autocast(node, plan)
     lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
     return placed, lows.pop() if len(lows) == 1 else None
+
+
+def dtype_as_autocast(node: fx.Node, plan: Label) -> torch.dtype | None:
+    """The dtype that eager autocast computes a call in, where those of what it reads are known."""
+    if plan.op_class is OpClass.LOW:
+        return plan.low
+    if plan.op_class is OpClass.FP32:
+        return torch.float32
+    return plan.dtype if plan.op_class is OpClass.KEEP else _widest(node, plan)
 
 
 def placed_dtype(node: fx.Node) -> torch.dtype | None:
