@@ -228,7 +228,7 @@ class Network:
     def _add_exactness(self, value: fx.Node, demands: list[tuple[fx.Node, Var | None]]) -> None:
         """Case 2: where autocast stores fp32, only readers that round anyway may get a rounded value."""
         plan = label_of(value)
-        if plan is None or plan.dtype is not torch.float32 or value.meta.get(MAY_ROUND):
+        if plan is None or placed_dtype(value) is not torch.float32 or value.meta.get(MAY_ROUND):
             return
         for reader, want in demands:
             if want is None and is_cast(reader) and reader.meta["val"].dtype is self._low:

@@ -329,6 +329,18 @@ def test_what_is_not_ours_writes_to_the_value_itself_in_its_traced_dtype(writer:
     check(program, given, W, casts={DOWN: 2, UP: 1}, dtypes={"mul": "float32"})
 
 
+def test_a_hazard_before_a_cast_that_casts_nothing_and_is_written_to() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.matmul(x, w)
+        scale = (h.abs() + 1e-8).rsqrt().to(h.dtype)
+        scale.mul_(2)
+        return h * scale
+
+    casts = {("float32", "float16"): 3, ("float16", "float32"): 1}
+    dtypes = {"add": "float32", "mul_": "float16"}
+    check(program, X, W, ambient=FP16, casts=casts, dtypes=dtypes, tolerance=ONE_ROUNDING)
+
+
 @checked(X, W, casts={DOWN: 2, UP: 1}, dtypes={"matmul": "bfloat16", "as_strided": "float32"})
 def test_a_strided_view_keeps_the_layout_it_counts_on(x: Tensor, w: Tensor) -> Tensor:
     return torch.matmul(x, w).as_strided((3, 2), (4, 1)) * 2
