@@ -121,7 +121,7 @@ def _trace(
 
 
 def _capture_bodies(gm: fx.GraphModule, regions: Mapping[fx.Node, Regions]) -> dict[str, fx.GraphModule]:
-    """Captures the bodies of higher-order ops, each under the autocast state of its call, and with gradients if it is."""
+    """Captures the bodies of higher-order ops, each under the autocast state and the grad mode of its call."""
     bodies: dict[str, fx.GraphModule] = {}
     modes = grad_modes(gm.graph)
     for node in gm.graph.nodes:
