@@ -14,12 +14,15 @@ import hypothesis.strategies as st
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
+from torch.utils.checkpoint import checkpoint
 
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.settings import Options
 from graphs import autocast_in
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+INT64, BOOL, COMPLEX = torch.int64, torch.bool, torch.complex64
 
 # ---- options ----
 
@@ -112,6 +115,22 @@ EXPRESSIONS = (
     "{a}.type_as({b})", "{a}.to({b})", "torch.zeros_like({a})", "{a}.new_ones({b}.shape)",
     "torch.empty_like({a}).copy_({b})", "torch.full_like({a}, 0.25)", "{a}.sum(-1, dtype=torch.float32)",
     "({a} > {b})", "{a}.argmax(-1)", "{a}.long()",
+    # indices, masks, several results, of which some are read
+    "F.embedding({b}, {a})", "{a}[{b}]", "torch.var_mean({a}, -1)[1]", "{a}.topk(2)[0]", "torch.aminmax({a})[1]",
+    "torch.native_layer_norm({a}, {a}.shape[-1:], None, None, 1e-5)[1]", "torch.where({a}, {b}, {c})",
+    # complex numbers
+    "torch.view_as_complex({a}.float().reshape(-1, 2))", "torch.view_as_real({a})", "torch.polar({a}.abs(), {a})",
+    "{a}.real", "{a}.conj()", "torch.fft.rfft({a})", "torch.complex({a}, {b})",
+    # random numbers
+    "F.dropout({a}, 0.5)",
+    # what has a body, and what a library or the user has written
+    "checkpoint(lambda t: t.tanh() @ t, {a}, use_reentrant=False)",
+    "checkpoint(lambda s, t: (s @ t, s.add_(1)), {a}, {b}, use_reentrant=False)[0]",
+    "torch.cond({a}.sum() > 0, lambda t: (t @ t).sin(), lambda t: t.cos(), ({a},))",
+    "while_loop(lambda i, t: i < 2, lambda i, t: (i + 1, (t @ t).sin()), (torch.tensor(0), {a}))[1]",
+    "torch.vmap(lambda t: t @ {b} + t.sum())({a})", "torch.func.grad(lambda t: (t @ t).sum())({a})",
+    "torch.ops.amp_fx_fuzz.twice({a})", "Twice.apply({a}, {b})",
+    "F.batch_norm({a}, {b}[0], {c}[0], training=True)",
 )  # fmt: skip
 
 #: statements that write
@@ -121,7 +140,9 @@ STATEMENTS = (
     "{a}.index_copy_(0, torch.tensor([1]), {b}[:1])", "{a}.index_add_(0, torch.tensor([1]), {b}[:1])",
     "{a}.addcmul_({b}, {c})", "{a}.lerp_({b}, 0.3)", "{a}.transpose_(0, -1)", "{a}[0] = {b}",
     "{a}[..., :2] = {b}", "{a}[1:] += {b}", "{a}[{a} > 0] = 0.5", "{a}.view(-1)[:2] = 0.25", "{a}.mT.add_({b})",
-    "torch.add({b}, {c}, out={a})",
+    "torch.add({b}, {c}, out={a})", "torch.matmul({b}, {c}, out={a})", "torch.cat([{b}, {c}], out={a})",
+    "torch.ops.amp_fx_fuzz.bump({a})", "checkpoint(lambda t: t.add_(1).sum(), {a}, use_reentrant=False)",
+    "{a}.unsqueeze_(0)", "{a}.detach().mul_(2)", "{a}.expand(2, *{a}.shape)[0].add_({b})",
 )  # fmt: skip
 
 #: what may stand around a line
@@ -130,6 +151,7 @@ BLOCKS = (
     "with torch.autocast('cpu', torch.bfloat16):",
     "with torch.autocast('cpu', torch.float16):",
     "with torch.no_grad():",
+    "with torch.enable_grad():",
 )
 
 #: words of lines that decide on a value: an error below may flip them, so no bound holds for what follows
@@ -139,7 +161,17 @@ _DECIDES = (">", "max", "sort", "long", "relu", "clamp")
 _CONVERTS = ("dtype", ".to(", "float()", "half()", "double()", "type_as", "long()")
 
 _SHAPES = ((4, 4), (4, 4), (4, 4), (4,), (2, 4, 4), (), (0, 4), (1, 4))
-_DTYPES = (FP32, FP32, FP32, FP32, FP32, BF16, FP16, FP64)
+_DTYPES = (FP32, FP32, FP32, FP32, FP32, FP32, FP32, BF16, BF16, FP16, FP16, FP64, INT64, BOOL, COMPLEX)
+
+#: how an input lies in memory
+_FORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda value: value,
+    "turned": lambda value: value.mT.contiguous().mT if value.ndim > 1 else value,
+    "sparse": lambda value: torch.stack([value, value], -1)[..., 0],
+    "repeated": lambda value: value[:1].expand(value.shape) if value.ndim else value,
+}
+#: an input that is a part of the first
+OVERLAPS = "overlaps"
 
 
 @dataclass(frozen=True)
@@ -147,6 +179,7 @@ class Input:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    form: str = "plain"  # a key of _FORMS, or OVERLAPS
 
 
 @dataclass(frozen=True)
@@ -181,7 +214,7 @@ class Program:
         """The program, compiled from its source, which tracebacks show."""
         name = f"<program {abs(hash(self.source))}>"
         linecache.cache[name] = len(self.source), None, self.source.splitlines(True), name
-        scope: dict[str, Any] = {"torch": torch, "F": F}
+        scope = dict(_SCOPE)
         exec(compile(self.source, name, "exec"), scope)
         return scope["program"]
 
@@ -190,16 +223,59 @@ class Program:
         numbers, errors = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
         made = []
         for given in self.inputs:
-            value = torch.randn(given.shape, generator=numbers, dtype=FP64).to(given.dtype)
-            value = value.to(dtype or given.dtype)
+            if given.form == OVERLAPS:
+                made.append(made[0].detach()[1:])
+                continue
+            value = torch.randn(given.shape, generator=numbers, dtype=FP64)
+            if given.dtype in (INT64, BOOL):
+                made.append((value > 0).to(given.dtype))
+                continue
+            value = _FORMS[given.form](value.to(given.dtype))
+            if dtype is not None:
+                value = value.to(torch.complex128 if given.dtype is COMPLEX else dtype)
             if jitter:
-                error = jitter * torch.randn(given.shape, generator=errors, dtype=FP64)
+                error = _FORMS[given.form](jitter * torch.randn(given.shape, generator=errors, dtype=FP64))
                 value = value * (1 + error).to(value.dtype)
             made.append(value.requires_grad_(given.requires_grad))
         return made
 
     def __str__(self) -> str:
         return f"# autocast: {self.ambient}\n# {self.options}\n# {self.inputs}\n{self.source}"
+
+
+class Twice(torch.autograd.Function):
+    """A product whose backward the user has written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]  # pyright: ignore
+        ctx.save_for_backward(x, y)
+        return 2 * (x @ y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # pyright: ignore
+        x, y = ctx.saved_tensors
+        return 2 * (g @ y.mT), 2 * (x.mT @ g)
+
+
+@torch.library.custom_op("amp_fx_fuzz::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+twice.register_fake(lambda x: torch.empty_like(2 * x))
+twice.register_autograd(lambda ctx, g: 2 * g)
+
+
+@torch.library.custom_op("amp_fx_fuzz::bump", mutates_args={"x"})
+def bump(x: Tensor) -> None:
+    x.add_(1)
+
+
+bump.register_fake(lambda x: None)
+
+_SCOPE: Mapping[str, Any] = {
+    "torch": torch, "F": F, "checkpoint": checkpoint, "while_loop": while_loop, "Twice": Twice,
+}  # fmt: skip
 
 
 @st.composite
@@ -211,9 +287,13 @@ def programs(draw: st.DrawFn) -> Program:
         # the first two can always be multiplied
         shape = (4, 4) if index < 2 else draw(st.sampled_from(_SHAPES))
         dtype = FP32 if index == 0 else draw(st.sampled_from(_DTYPES))
-        inputs.append(Input(shape, dtype, draw(st.booleans())))
+        form = draw(st.sampled_from(["plain"] * 5 + [*_FORMS] + [OVERLAPS] * (index > 1)))
+        if form == OVERLAPS:
+            dtype, shape = FP32, (3, 4)
+        is_leaf = dtype not in (INT64, BOOL) and form != OVERLAPS
+        inputs.append(Input(shape, dtype, draw(st.booleans()) and is_leaf, form))
     started = Program(tuple(inputs), (), (), ambient)
-    scope: dict[str, Any] = {"torch": torch, "F": F}
+    scope = dict(_SCOPE)
     names = [f"x{index}" for index in range(len(inputs))]
     scope.update(zip(names, started.arguments(), strict=True))
     lines: list[str] = []

@@ -35,7 +35,7 @@ from amp_fx._torch import (
     take_over,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import output_nodes, pad_by_numbers
+from amp_fx.graphs.calls import grad_modes, output_nodes, pad_by_numbers
 from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter, fake_mode_of, stand_in
 from amp_fx.graphs.keys import OUTPUT_META
 from amp_fx.graphs.regions import Regions, node_regions
@@ -119,8 +119,9 @@ def _trace(
 
 
 def _capture_bodies(gm: fx.GraphModule, regions: Mapping[fx.Node, Regions]) -> dict[str, fx.GraphModule]:
-    """Captures the bodies of higher-order ops, each under the autocast state of its call."""
+    """Captures the bodies of higher-order ops, each under the autocast state and the grad mode of its call."""
     bodies: dict[str, fx.GraphModule] = {}
+    modes = grad_modes(gm.graph)
     for node in gm.graph.nodes:
         is_kept = isinstance(node.target, HigherOrderOperator)
         if not is_kept or node.target.name() in (*OPAQUE_BODIES, INLINED):
@@ -128,7 +129,9 @@ def _capture_bodies(gm: fx.GraphModule, regions: Mapping[fx.Node, Regions]) -> d
         for name in (str(given.target) for given in node.all_input_nodes if given.op == "get_attr"):
             body = getattr(gm, name, None)
             if isinstance(body, fx.GraphModule) and name not in bodies:
-                bodies[name] = capture(body, regions[node])
+                # without gradients a body may write to a parameter
+                with torch.set_grad_enabled(torch.is_grad_enabled() and modes[node]):
+                    bodies[name] = capture(body, regions[node])
     return bodies
 
 

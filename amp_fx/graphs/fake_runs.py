@@ -123,9 +123,9 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
         backward = "backward" in name
         shapes = [[size_hint(size) for size in value.shape] for value in args[: 4 if backward else 3]]
         if all(len(shape) == 4 for shape in shapes):
-            # each head of keys and values is read by several of queries, which the formulas of torch before 2.13 refuse
-            for shape in shapes[-2:]:
-                shape[1] = shapes[-3][1]
+            # batches and heads that several others read: the formulas refuse those of a batch, before torch 2.13 all
+            outer = [*map(max, *(shape[:2] for shape in shapes))]
+            shapes = [outer + shape[2:] for shape in shapes]
             return sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
     if (known := _known_flops(node, args)) is not None:
         return known

@@ -144,24 +144,46 @@ def in_place_target(node: fx.Node) -> fx.Node | None:
 
 def storages_written_in(graph: fx.Graph) -> frozenset[int]:
     """Storages that any node of a graph writes to."""
-    return frozenset[int]().union(*map(written_storages, graph.nodes))
+    return frozenset(writers_in(graph))
+
+
+def writers_in(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """Storage -> the nodes of a graph that write to it, in order."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for key in written_storages(node):
+            found.setdefault(key, []).append(node)
+    return found
 
 
 def written_storages(node: fx.Node) -> set[int]:
-    """Storages the node writes to. A call whose effects are unknown counts as writing to all it is given."""
+    """Storages the node writes to. A call whose effects are unknown counts as writing to all it is given.
+
+    So does one whose body writes to what the body is given.
+    """
     if node.op not in ("call_function", "call_method"):
         return set()
     if isinstance(node.target, OpOverload):
         switch = op_row(node).writes_if
         only_reads = switch and not argument_value(node, switch)
         sources = [] if only_reads else [source for _, source in written_arguments(node)]
-    elif getattr(node.target, "__module__", "") in ("_operator", "operator", "math") or is_gradient_call(
-        node
-    ):
-        sources = []
     else:
-        sources = node.all_input_nodes
+        computes_numbers = getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
+        only_reads = computes_numbers or is_gradient_call(node) or _bodies_only_read(node)
+        sources = [] if only_reads else node.all_input_nodes
     return {key for source in sources if (key := storage_of(source)) is not None}
+
+
+def _bodies_only_read(node: fx.Node) -> bool:
+    """True for a call with captured bodies that do not write to what they are given."""
+    attributes = [source.target for source in node.all_input_nodes if source.op == "get_attr"]
+    values = [getattr(node.graph.owning_module, str(name), None) for name in attributes]
+    bodies = [value.graph for value in values if isinstance(value, fx.GraphModule)]
+    inputs = [given for body in bodies for given in body.find_nodes(op="placeholder")]
+    # a body that was not captured has no fake values
+    is_known = bool(bodies) and all("val" in given.meta for given in inputs)
+    written = frozenset[int]().union(*map(storages_written_in, bodies)) if is_known else ()
+    return is_known and not any(storage_of(given) in written for given in inputs)
 
 
 def additions_of(value: fx.Node) -> list[fx.Node]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,9 @@ from amp_fx._torch import (
 from amp_fx.graphs.calls import add_input, args_of, argument_value, convolution_settings, is_cast, is_returned
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import linear_form
-from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, storages_written_in, tensors
+from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, tensors, writers_in
 from amp_fx.weights.derived import DerivedInputs, derivation
-from amp_fx.weights.products import as_convolution, dequantised, join_linears, writers
+from amp_fx.weights.products import as_convolution, dequantised, join_linears
 from amp_fx.weights.recipes import Derived, with_norm
 
 aten = torch.ops.aten
@@ -91,12 +91,13 @@ class _Packer:
         self._last = self._programs[-1]
         self._taken: dict[Derived, fx.Node] = {}
         self._read_instead: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+        self._writers: Mapping[int | None, list[fx.Node]] = {**writers_in(self._graph)}
         self.derived = derived
         self._find()
 
     def _find(self) -> None:
         left = _EXPANDED * sum(numel(node.meta["val"]) for node in self._programs if node in self.derived)
-        written, fixed = storages_written_in(self._graph), set[fx.Node]()
+        fixed = set[fx.Node]()
         sources: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self._graph.nodes:
             inputs = node.all_input_nodes
@@ -109,7 +110,12 @@ class _Packer:
             is_computed = any(arg in self.derived for arg in inputs) and all(
                 arg in self.derived or arg in fixed for arg in inputs
             )
-            if node in self.derived or not is_computed or not is_pure(node) or storage_of(node) in written:
+            if (
+                node in self.derived
+                or not is_computed
+                or not is_pure(node)
+                or storage_of(node) in self._writers
+            ):
                 continue
             if not is_view(node):
                 elements = sum(numel(weight.meta["val"]) for weight in sources[node])
@@ -143,7 +149,7 @@ class _Packer:
         position = self._channels(call)
         if position is None or len(call.users) > 1 or not self._is_from_weights(call):
             return
-        if any(call < writer < norm for writer in writers(args_of(call)[0])):
+        if any(call < writer < norm for writer in self._writers.get(storage_of(args_of(call)[0]), ())):
             # the call is made where the norm stands, and would read what was written
             return
         weight, bias = args_of(call)[1], args_of(call)[2] if len(args_of(call)) > 2 else None

@@ -20,7 +20,7 @@ After::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import args_of, is_alias, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import written_arguments
+from amp_fx.graphs.values import storage_of, storages_written_in
 
 aten = torch.ops.aten
 
@@ -46,12 +46,13 @@ def join_linears(graph: fx.Graph, derived: set[fx.Node], packs: Packs) -> None:
     ``packs``: whether oneDNN packs a weight that multiplies a value; it always packs one in int8.
     """
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
+    written = storages_written_in(graph)
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         # what oneDNN does at the end of its call, or may, would be lost
         apart = (has_trait(u, Trait.RESHAPES, Trait.MOVES) or u.target is aten.mul.Tensor for u in node.users)
         if node.users and all(apart) and _is_packed(node, derived, packs):
             key = _key(node)
-            if not writers(key[0]):
+            if storage_of(key[0]) not in written:
                 groups.setdefault(key, []).append(node)
     found = [group for group in groups.values() if len(group) > 1]
     if not found:
@@ -65,7 +66,7 @@ def join_linears(graph: fx.Graph, derived: set[fx.Node], packs: Packs) -> None:
         if node.op == "get_attr" or (node.op == "call_function" and node in derived):
             start.prepend(node)
     for group in found:
-        _join(group, derived, start)
+        _join(group, derived, start, written)
     graph.erase_node(start)
 
 
@@ -109,7 +110,9 @@ def write_out_int8(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:
+def _join(
+    group: list[fx.Node], derived: set[fx.Node], start: fx.Node, written: Collection[int | None]
+) -> None:
     """Makes one product of several, in the place of the first."""
     graph, [first, *_] = start.graph, group
 
@@ -136,7 +139,7 @@ def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:
         begin, end = end, end + node.meta["val"].shape[-1]
         with graph.inserting_before(node):
             part = add_call(graph, aten.slice.Tensor, product, -1, begin, end)
-            if not _may_be_strided(node):
+            if storage_of(node) in written or not _may_be_strided(node):
                 part = add_call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
         node.replace_all_uses_with(part)
         graph.erase_node(node)
@@ -157,7 +160,7 @@ def as_convolution(node: fx.Node, x: fx.Node, kernel: fx.Node, bias: fx.Node | N
 
 def _may_be_strided(node: fx.Node) -> bool:
     """True where nobody sees that rows do not follow each other in memory: all views split the last dimension."""
-    if is_returned(node) or writers(node):
+    if is_returned(node):
         return False
     for user in readers(node, is_alias):
         # kernels of other libraries, and bodies of control flow, may rely on what they were given
@@ -170,15 +173,6 @@ def _may_be_strided(node: fx.Node) -> bool:
             if value is not node or not _splits_last(user.meta["val"].shape, node.meta["val"].shape[-1]):
                 return False
     return True
-
-
-def writers(value: fx.Node) -> list[fx.Node]:
-    """The calls that write to a value, or to what it is a view of."""
-    while value.op == "call_function" and is_alias(value):
-        value = value.all_input_nodes[0]
-    found = readers(value, is_alias)
-    views = {value, *filter(is_alias, found)}
-    return [reader for reader in found if any(written in views for _, written in written_arguments(reader))]
 
 
 def _splits_last(shape: Sequence[int], last: int) -> bool:

@@ -14,7 +14,7 @@ from amp_fx._torch import FakeTensor, OpOverload, onednn_computes
 from amp_fx.graphs.calls import arguments, differentiated, is_cast, readers
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import is_eligible, storage_of, tensors, written_arguments
+from amp_fx.graphs.values import is_eligible, storage_of, tensors, written_arguments, written_storages
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Kind, Label, Reason, Takes, label_of
 from amp_fx.policy import OpClass
@@ -30,7 +30,8 @@ class Constrain(Pass):
 
     Patterns (:data:`HAZARDS`, each a function with its failing example) move single nodes to ``fp32``. Then tensors
     that share a storage with something written, or with another output, are tied together: none of them can be
-    re-typed alone, and where an input or two outputs share it, it keeps its traced dtype.
+    re-typed alone, and where an input or two outputs share it, or a call that is not ours writes to it, it keeps its
+    traced dtype.
 
     Before, low dtype fp16, and after::
 
@@ -115,11 +116,14 @@ def _tie_storages(gm: fx.GraphModule) -> int:
             members.setdefault(key, []).append(node)
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     written = {storage_of(source) for call in calls for _, source in written_arguments(call)}
+    # what is not ours writes to the value itself, in the traced dtype
+    others = [node for node in gm.graph.nodes if (plan := label_of(node)) and plan.op_class is OpClass.KEEP]
+    kept = frozenset[int]().union(*map(written_storages, others))
     outputs = set(gm.graph.output_node().all_input_nodes)
     tied = 0
     for key, nodes in members.items():
         shared_outside = sum(node in outputs or node.op == "placeholder" for node in nodes) > 1
-        exact = any(has_trait(node, Trait.EXACT_LAYOUT) for node in nodes)
+        exact = key in kept or any(has_trait(node, Trait.EXACT_LAYOUT) for node in nodes)
         if not (key in written or shared_outside or exact):
             continue
         _tie(nodes, pin=shared_outside or exact)

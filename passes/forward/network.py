@@ -26,14 +26,18 @@ def place_as_autocast(graph: fx.Graph) -> tuple[list[tuple[fx.Node, Label]], tor
     """Labels all calls as eager autocast would; returns them, and the low dtype if there is a single one."""
     placed = [(node, plan) for node in graph.nodes if (plan := label_of(node)) is not None]
     for node, plan in placed:
-        if plan.op_class is OpClass.LOW:
-            plan.dtype = plan.low
-        elif plan.op_class is OpClass.FP32:
-            plan.dtype = torch.float32
-        elif plan.op_class is not OpClass.KEEP:
-            plan.dtype = _widest(node, plan)
+        plan.dtype = dtype_as_autocast(node, plan)
     lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
     return placed, lows.pop() if len(lows) == 1 else None
+
+
+def dtype_as_autocast(node: fx.Node, plan: Label) -> torch.dtype | None:
+    """The dtype that eager autocast computes a call in, where those of what it reads are known."""
+    if plan.op_class is OpClass.LOW:
+        return plan.low
+    if plan.op_class is OpClass.FP32:
+        return torch.float32
+    return plan.dtype if plan.op_class is OpClass.KEEP else _widest(node, plan)
 
 
 def placed_dtype(node: fx.Node) -> torch.dtype | None:
@@ -219,7 +223,7 @@ class Network:
     def _add_exactness(self, value: fx.Node, demands: list[tuple[fx.Node, Var | None]]) -> None:
         """Case 2: where autocast stores fp32, only readers that round anyway may get a rounded value."""
         plan = label_of(value)
-        if plan is None or plan.dtype is not torch.float32 or value.meta.get(MAY_ROUND):
+        if plan is None or placed_dtype(value) is not torch.float32 or value.meta.get(MAY_ROUND):
             return
         for reader, want in demands:
             if want is None and is_cast(reader) and reader.meta["val"].dtype is self._low:

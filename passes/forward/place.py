@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.passes.forward.network import Network, place_as_autocast, placed_dtype, rounded
+from amp_fx.passes.forward.network import Network, dtype_as_autocast, place_as_autocast, rounded
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
 from amp_fx.plans.label import Kind, Label, Reason, label_of
@@ -114,9 +114,8 @@ class Replay(Pass):
                 continue
             row = self.rows.get(plan.name)
             if row is None:
-                # what is about numbers has no row, nor has what only hands on
-                if plan.op_class is OpClass.FOLLOW and plan.traced is not None:
-                    plan.dtype = placed_dtype(node.all_input_nodes[0])
+                # what only hands on has no row, nor has what returns numbers of another kind: complex ones, comparisons
+                plan.dtype = dtype_as_autocast(node, plan)
                 continue
             for name in _DECIDED:
                 setattr(plan, name, getattr(row, name))

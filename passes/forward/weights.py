@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +31,7 @@ class CacheWeights(Pass):
 
     The caller hands in the copies, and knows when they are out of date. The weight itself stays an input, for
     readers in fp32 and so that the signature only grows at its end. Weights that the graph writes to stay as they
-    are, and so do copies that it returns, as the caller may keep those.
+    are, and so do copies that it writes to, or that it returns, as the caller may keep those.
 
     1. casts to a low dtype.
     2. copies with scales, and their factors (:class:`QuantiseMatmuls`).
@@ -60,7 +60,7 @@ class CacheWeights(Pass):
             if weight.name not in context.folded or storage_of(weight) in written:
                 continue
             for user in list(weight.users):  # case 1
-                dtype = user.meta["val"].dtype if _is_plain_cast(user) and not is_returned(user) else None
+                dtype = user.meta["val"].dtype if _is_kept_cast(user, written) else None
                 if dtype in LOW_DTYPES:
                     made.append((user, weight, Cast(dtype), 0, dtype_name(dtype)))
             for node, part in parts.get(weight, ()):  # case 2
@@ -92,7 +92,8 @@ class FoldWeights(Pass):
        more input behind it.
     5. what is computed from weights alone to quantise them, as of a convolution with a folded BatchNorm, becomes
        inputs; weights that nothing reads then are no inputs any more.
-    6. anything else (written to, or read in fp32 too) keeps its dtype and its casts.
+    6. anything else (written to, read in fp32 too, or with a cast that is written to or returned) keeps its dtype and
+       its casts.
 
     The caller must store each weight in the dtype that its input has afterwards, and what ``derived`` makes of weights.
 
@@ -121,7 +122,7 @@ class FoldWeights(Pass):
             holders = [inputs[name] for name in names]
             if any(storage_of(holder) in written for holder in holders):
                 continue
-            recipe, dtype = _scaled_recipe(holders), self._stored_dtype(holders)
+            recipe, dtype = _scaled_recipe(holders), self._stored_dtype(holders, written)
             if recipe is not None:
                 _store_scaled(holders, recipe)
             elif dtype is not None:
@@ -166,7 +167,7 @@ class FoldWeights(Pass):
             if not node.users and (node in used or node.op != "placeholder"):
                 erase(node)
 
-    def _stored_dtype(self, holders: list[fx.Node]) -> torch.dtype | None:
+    def _stored_dtype(self, holders: list[fx.Node], written: Collection[int | None]) -> torch.dtype | None:
         """The low dtype that serves all readers; None: as it is."""
         values = [holder.meta.get("val") for holder in holders]
         if not all(is_eligible(value) and value.dtype is torch.float32 for value in values):
@@ -177,7 +178,7 @@ class FoldWeights(Pass):
             for user in holder.users:
                 plan = label_of(user)
                 is_lookup = user.target is aten.embedding.default and argument_value(user, "weight") is holder
-                if _is_plain_cast(user):
+                if _is_kept_cast(user, written):
                     wanted.add(user.meta["val"].dtype)
                 elif self.tables != "keep" and is_lookup and plan and plan.op_class is OpClass.FOLLOW:
                     # the policy lets it return rounded rows
@@ -221,8 +222,10 @@ def _store_scaled(holders: list[fx.Node], recipe: Scaled) -> None:
         node.replace_all_uses_with(given)
 
 
-def _is_plain_cast(user: fx.Node) -> bool:
-    return is_cast(user) and len(user.args) == 2 and not user.kwargs
+def _is_kept_cast(user: fx.Node, written: Collection[int | None]) -> bool:
+    """True for a cast whose result another tensor may be: nobody writes to it, nor gets hold of it."""
+    is_plain = is_cast(user) and len(user.args) == 2 and not user.kwargs
+    return is_plain and storage_of(user) not in written and not is_returned(user)
 
 
 def _retype(holder: fx.Node, dtype: torch.dtype) -> None:

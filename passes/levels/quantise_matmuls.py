@@ -13,7 +13,7 @@ from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
-from amp_fx.graphs.values import additions_of, is_convolved, is_view, storage_of, written_storages
+from amp_fx.graphs.values import additions_of, is_convolved, is_view, storage_of, writers_in, written_storages
 from amp_fx.passes.base import Pass, PassContext, erase
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
@@ -127,8 +127,7 @@ class _CapturedQuantiser(Quantiser):
     def __init__(self, graph: fx.Graph, stored: bool, bits: int) -> None:
         super().__init__(graph)
         self._stored, self._bits = stored, bits
-        #: storage -> the last node that writes to it
-        self._writers = {storage: node for node in graph.nodes for storage in written_storages(node)}
+        self._writers = writers_in(graph)
         #: what convolutions read, and otherwise only additions -> the scale and the bytes, once a convolution has them
         self._convolved: dict[fx.Node, Any] = dict.fromkeys(filter(is_convolved, graph.nodes))
 
@@ -267,7 +266,7 @@ class _CapturedQuantiser(Quantiser):
 
     def _is_written(self, source: fx.Node) -> bool:
         storage = storage_of(source)
-        return storage in self._writers and source < self._writers[storage]
+        return storage in self._writers and source < self._writers[storage][-1]
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = super()._call(_OF_PROGRAMS.get(target, target), *args, **kwargs)

@@ -198,6 +198,21 @@ def test_an_op_of_another_library_is_called_in_each_call(options: dict[str, Any]
         assert is_right(run(x), net, x)
 
 
+@pytest.mark.parametrize("weights", ["auto", "freeze"])
+@pytest.mark.parametrize("write", [lambda w: w.mul_(2), lambda w: w[:4].mul_(2)], ids=["whole", "view"])
+@pytest.mark.usefixtures("op_by_op")
+def test_a_cast_of_a_weight_that_the_program_writes_to_is_not_kept(write: Any, weights: str) -> None:
+    def call(m: Any, x: Tensor) -> Tensor:
+        write(doubled := m.head.weight.bfloat16())
+        return m.head(x) + x.bfloat16() @ doubled.t()
+
+    net, x = Parts(call, head=nn.Linear(16, 16)).eval(), torch.randn(64, 16)
+    run = compiled(net, profile="off", weights=weights)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert is_right(run(x), net, x)
+
+
 # ---- writes ----
 
 

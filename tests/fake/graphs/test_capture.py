@@ -179,6 +179,18 @@ def test_capturing_leaves_the_threads_autocast_state_alone() -> None:
 # ---- higher-order ops and functorch ----
 
 
+def test_a_body_without_gradients_may_write_to_a_leaf() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            checkpoint(lambda t: t.mul_(2).sum(), w, use_reentrant=False)
+        return x @ w
+
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    got = rewrite(program, x, given := w.clone().requires_grad_()).outputs
+    torch.testing.assert_close(got, x @ (2 * w), rtol=0.05, atol=0.05)
+    assert torch.equal(given, 2 * w)
+
+
 def test_a_checkpoint_body_stands_in_the_region_around_its_call() -> None:
     block = Block()
 

@@ -219,6 +219,10 @@ EXPRESSIONS: dict[str, tuple[Callable[..., Any], tuple[Callable[[], Tensor], ...
         lambda x, w: torch.vmap(torch.func.grad(lambda row: (row @ w).square().sum()))(x) @ w, (SQUARE, SQUARE),
         {"low": "matmul"},
     ),
+    "attention to keys that a batch shares": (
+        lambda q, k: F.scaled_dot_product_attention(q, k, k), (normal(2, 2, 4, 8), normal(1, 2, 4, 8)),
+        {"low": "scaled_dot_product_attention"},
+    ),
     # found by fuzzing: what broadcast_tensors returns was rounded to the dtype of the other tensor
     "a loss against a number does not round it": (
         lambda x, w, target: F.l1_loss(target.exp(), x @ w), (SQUARE, SQUARE, partial(torch.tensor, 6.834)),

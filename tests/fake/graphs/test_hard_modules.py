@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx import Plan, record
 from amp_fx._torch import onednn_computes
-from checks import agree
+from checks import DOWN, UP, agree, check
 from graphs import DEFAULTS, plans, without_inductor
 from small_models import Parts
 
@@ -223,3 +223,47 @@ def test_dtensors_are_captured_as_plain_tensors_placed_and_run_as_dtensors_again
     for name, parameter in block.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
         assert parameter.grad.dtype is FP32
+
+
+# ---- what writes to what it is given, and is not ATen ----
+
+
+class Bumped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(y := x.add_(1).clone())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (y,) = ctx.saved_tensors
+        return gradient + 0 * y
+
+
+@torch.library.custom_op("amp_fx_hard_modules::bump", mutates_args=("x",))
+def bump(x: Tensor, by: Tensor) -> None:
+    # as a kernel that is written for one dtype
+    x.copy_(x.lerp(by, 0.5))
+
+
+WRITERS: dict[str, Callable[[Tensor], object]] = {
+    "checkpoint": lambda h: checkpoint(lambda t: t.add_(1).sum(), h, use_reentrant=False),
+    "a view": lambda h: checkpoint(lambda t: t.add_(1).sum(), h[1:], use_reentrant=False),
+    "vmap": lambda h: torch.vmap(lambda t: t.add_(1))(h),
+    "autograd.Function": lambda h: Bumped.apply(h),
+    "custom op": lambda h: bump(h, h.sigmoid()),
+}
+
+
+# Dynamo does that
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_is_not_ours_writes_to_the_value_itself_in_its_traced_dtype(writer: str) -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.matmul(x, w)
+        WRITERS[writer](h)
+        return h * 2
+
+    # only what has a gradient has a body of its own in an autograd.Function
+    given = torch.randn(4, 4, requires_grad=writer == "autograd.Function")
+    check(program, given, torch.randn(4, 4), casts={DOWN: 2, UP: 1}, dtypes={"mul": "float32"})

@@ -286,6 +286,18 @@ def test_a_hazard_in_a_write_lifts_the_storage_it_writes_to() -> None:
     check(program, X, W, options={"dtype": "float16"}, casts=TO_FP16, dtypes=dtypes, tolerance=ONE_ROUNDING)
 
 
+def test_a_hazard_in_what_the_program_has_in_16_bits_and_writes_to() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.matmul(x, w)
+        scale = (h.abs() + 1e-8).rsqrt()
+        same = scale.to(h)
+        scale.add_(h)
+        return same
+
+    casts = {("float32", "float16"): 3, ("float16", "float32"): 1}
+    check(program, X, W, ambient=FP16, casts=casts, dtypes={"add": "float32"}, tolerance=ONE_ROUNDING)
+
+
 @checked(X, W, casts={DOWN: 2, UP: 1}, dtypes={"matmul": "bfloat16", "as_strided": "float32"})
 def test_a_strided_view_keeps_the_layout_it_counts_on(x: Tensor, w: Tensor) -> Tensor:
     return torch.matmul(x, w).as_strided((3, 2), (4, 1)) * 2

@@ -108,6 +108,17 @@ def test_a_plan_holds_where_autocast_around_it_casts_one_operand_of_several() ->
     assert [row.flops for row in followed.plan.nodes if row.flops] == [128, 256, 128]
 
 
+def test_a_plan_holds_where_numbers_are_complex_or_compared() -> None:
+    def call(m: Any, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        turned = torch.view_as_complex(y.float().view(-1, 4, 2)) * torch.fft.rfft(x)[:, :4]
+        return torch.where(y > x, torch.view_as_real(turned).flatten(1), y)
+
+    model = Parts(call, layer=nn.Linear(8, 8))
+    made = rewrite(model, torch.randn(6, 8))
+    assert decisions(follow(made.plan, model).plan) == decisions(made.plan)
+
+
 def test_copies_follow_a_plan_that_has_them_and_their_input_where_it_has_none() -> None:
     copied, as_it_lies = (lambda x, w: x.t().contiguous() @ w), (lambda x, w: x.t() @ w)
     args = torch.randn(16, 8), torch.randn(16, 4)
