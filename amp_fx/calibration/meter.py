@@ -223,7 +223,11 @@ def _probe(
     meter.weight = 1 / probes
     for probe in range(probes):
         signs = [
-            torch.empty(value.shape).bernoulli_(0.5, generator=generator).mul_(2).sub_(1).to(value.device)
+            torch.empty(value.shape, dtype=torch.float32)
+            .bernoulli_(0.5, generator=generator)
+            .mul_(2)
+            .sub_(1)
+            .to(value.device)
             for value in used
         ]
         share = _along(signs, own)
