@@ -14,13 +14,20 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import compile_id, graph_break, in_inference_mode, install_all, note_inference_mode
+from amp_fx._torch import (
+    compile_id,
+    graph_break,
+    in_disabled_autocast,
+    in_inference_mode,
+    install_all,
+    note_inference_mode,
+)
 from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
 from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
-from amp_fx.graphs.regions import ambient_regions, not_ours
+from amp_fx.graphs.regions import ambient_regions, is_autocast_call, not_ours
 from amp_fx.graphs.values import graph_device, listed_devices
 from amp_fx.level_passes import add_choices, level_placement
-from amp_fx.notices import expect_graph, graph_arrived, warn_unscaled
+from amp_fx.notices import expect_graph, graph_arrived, say_disabled, warn_unscaled
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard, publish, unused_rules
 from amp_fx.policy.levels import AUTO, levels_of
@@ -118,6 +125,10 @@ def _as_asked(call: Call, _reason: str) -> tuple[str, Callable[..., Any]]:
     if call.training:
         compiled = counting(compiled)
     plan.graph, plan.graph_break = compile_id(), graph_break(call.gm)
+    # while Dynamo traces a region, it is in there itself
+    is_off = in_disabled_autocast() and not any(map(is_autocast_call, call.gm.graph.nodes))
+    if is_off and any(row.dtype is row.low is not None for row in plan.nodes):
+        say_disabled(plan.graph)
     if is_heard():
         add_autocast(plan, call.gm, call.ambient, training=call.training)
     # last: Inductor may ask Dynamo to trace again, and then this graph never runs

@@ -231,7 +231,7 @@ class ScaledGraph:
 
     def _fake_scale(self, mode: FakeTensorMode) -> torch.Tensor:
         with mode:
-            return torch.empty((), device=self.device)
+            return torch.empty((), dtype=torch.float32, device=self.device)
 
 
 def _parameter_name(node: fx.Node) -> str:

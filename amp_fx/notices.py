@@ -1,4 +1,6 @@
-"""What a program is told once: that no graph has arrived, and that float16 is trained without loss scaling.
+"""What a program is told once.
+
+That no graph has arrived, that float16 is trained without loss scaling, and that autocast is off around a graph.
 
 What Dynamo does not compile, and why, it says itself under ``TORCH_LOGS=graph_breaks``, and :func:`amp_fx.explain`
 shows it.
@@ -48,6 +50,19 @@ def warn_unscaled(cause: str) -> None:
         "warnings.simplefilter('ignore', amp_fx.ScalingWarning).",
         ScalingWarning,
         stacklevel=2,
+    )
+
+
+def say_disabled(graph: str) -> None:
+    """Says once that a graph is lowered though the program has switched autocast off around it."""
+    if _is_looking.get() or "disabled" in _told:
+        return
+    _told.add("disabled")
+    logger.warning(
+        "graph %s is called inside torch.autocast(enabled=False), and amp_fx lowers it: around a compiled function, or "
+        "what is left of one after a graph break, that looks as no autocast at all. If it is to stay in fp32, a rule "
+        "says so: options={'policy': {'base': 'autocast', 'rules': [{'module': ..., 'precision': 'fp32'}]}}.",
+        graph,
     )
 
 

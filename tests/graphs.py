@@ -254,3 +254,14 @@ def autocast_in(dtype: torch.dtype | None, device: str = "cpu") -> contextlib.Ab
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype) if device == "cpu" else enable_autocast(device, True, dtype)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The program's default dtype is another one inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

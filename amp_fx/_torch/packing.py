@@ -93,7 +93,8 @@ def multiplies_int8() -> bool:
         return False
     with _disable_current_modes():
         x, weight = torch.full((16, 64), 255, dtype=torch.uint8), torch.full((16, 64), 127, dtype=torch.int8)
-        packed, ones = packing("linear_int8", weight.shape, torch.int8, (16, 64))(weight), torch.ones(16)
+        packed = packing("linear_int8", weight.shape, torch.int8, (16, 64))(weight)
+        ones = torch.ones(16, dtype=torch.float32)
         given = x, 1.0, 0, packed, ones, torch.zeros(16, dtype=torch.int32), None
         sums = LINEAR_INT8(*given, 1.0, 0, torch.float32, "none", [], "")
     if not (is_exact := bool(sums.eq(255 * 127 * 64).all())):
@@ -319,7 +320,7 @@ def _lower_with_constant(lower: Callable[..., Any], position: int, *args: Any, *
     if name in constants or name not in _inputs.get(V.graph.module, ()):
         return lower(*args, **kwargs)
     with _disable_current_modes():
-        constants[name] = torch.zeros(1).to_mkldnn()
+        constants[name] = torch.zeros(1, dtype=torch.float32).to_mkldnn()
     try:
         return lower(*args, **kwargs)
     finally:

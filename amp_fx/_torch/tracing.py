@@ -30,10 +30,10 @@ from torch.fx.experimental.proxy_tensor import (
 __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "autocast_disabled",
     "autocast_shield", "defining_module", "disable_proxy_modes_tracing", "enable_autocast",
-    "get_proxy_mode", "has_autocast_rule", "ignore_fresh_symbols", "is_functorch_wrapped",
-    "is_hooks_switch", "known_sizes", "make_fx", "nesting_change", "onednn_computes", "op_name", "own_op",
-    "quantised_ops", "registered_ops", "saved_tensors_shield", "size_hint", "size_with", "symbolic_kernels",
-    "track_tensor_tree",
+    "get_proxy_mode", "has_autocast_rule", "ignore_fresh_symbols", "in_disabled_autocast",
+    "is_functorch_wrapped", "is_hooks_switch", "known_sizes", "make_fx", "nesting_change", "onednn_computes",
+    "op_name", "own_op", "quantised_ops", "registered_ops", "saved_tensors_shield", "size_hint", "size_with",
+    "symbolic_kernels", "track_tensor_tree",
 ]  # fmt: skip
 
 #: a device type no graph of ours runs on: see autocast_shield
@@ -138,6 +138,12 @@ def registered_ops() -> frozenset[str]:
 def autocast_disabled() -> contextlib.AbstractContextManager[None]:
     """Switches autocast off for every device type."""
     return torch._C._DisableAutocast()
+
+
+def in_disabled_autocast() -> bool:
+    """Whether the program is inside ``torch.autocast``, and that is off on all devices."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0 and not torch._C._is_any_autocast_enabled()
 
 
 @contextlib.contextmanager

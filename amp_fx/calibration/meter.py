@@ -220,9 +220,10 @@ def _probe(
     generator = torch.Generator().manual_seed(seed)
     meter.weight = 1 / probes
     for probe in range(probes):
+        drawn = (torch.empty(value.shape, dtype=torch.float32, device="cpu") for value in used)
         signs = [
-            torch.empty(value.shape).bernoulli_(0.5, generator=generator).mul_(2).sub_(1).to(value.device)
-            for value in used
+            each.bernoulli_(0.5, generator=generator).mul_(2).sub_(1).to(value.device)
+            for each, value in zip(drawn, used, strict=True)
         ]
         share = _along(signs, own)
         across = [sign.sub_(share.to(sign.device) * unit) for sign, unit in zip(signs, own, strict=True)]

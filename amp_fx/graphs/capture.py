@@ -72,7 +72,9 @@ def capture(gm: fx.GraphModule, ambient: Regions) -> fx.GraphModule:
     placeholders = gm.graph.find_nodes(op="placeholder")
     if any("example_value" not in node.meta for node in placeholders):
         raise CaptureError("a graph input has no fake value; was the graph made by Dynamo?")
-    values = (value for node in gm.graph.nodes for value in tensors(node.meta.get("example_value")))
+    values = [value for node in gm.graph.nodes for value in tensors(node.meta.get("example_value"))]
+    if any(value.is_nested for value in values):
+        raise CaptureError("the graph has nested tensors, and no casts are placed on ragged sizes")
     # Dynamo's; a graph may make all its tensors itself
     fake_mode = next((mode for value in values if (mode := fake_mode_of(value)) is not None), None)
     if fake_mode is None:

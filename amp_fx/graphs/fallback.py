@@ -25,7 +25,6 @@ from amp_fx._torch import (
 )
 from amp_fx.errors import AmpFxError, CaptureError, FallbackWarning, PassError
 from amp_fx.graphs.regions import ENTER, EXIT, Region
-from amp_fx.graphs.values import is_eligible
 
 
 def is_for_the_caller(error: Exception) -> bool:
@@ -73,7 +72,10 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
     def traced(node: fx.Node) -> fx.Node:
         value = node.meta.get("example_value")
         # under the user's own autocast nothing else was traced, but for custom ops with a rule that Dynamo misses
-        return node if by_user or not is_eligible(value) else graph.call_method("to", (node, value.dtype))
+        # tensors of any kind: autocast also lowers nested ones
+        if by_user or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return node
+        return graph.call_method("to", (node, value.dtype))
 
     with graph.inserting_before(output):
         for mode in reversed(entered):

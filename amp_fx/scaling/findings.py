@@ -51,7 +51,7 @@ class Step:
         names, bad = dict(self.names), set[int]()
         if self.leaves and not self.looks:
             leaves = list(self.leaves.values())
-            bad = _bad(look(leaves, torch.zeros((), device=leaves[0].device)))
+            bad = _bad(look(leaves, torch.zeros((), dtype=torch.float32, device=leaves[0].device)))
         for ref, marks in self.looks:
             if (optimizer := ref()) is not None:
                 own = names_of(optimizer)
@@ -98,7 +98,7 @@ def look(parameters: Sequence[Tensor], found: Tensor) -> Marks:
     marks = list[Tensor](grads)
     for kind in set(kinds):
         positions = [position for position, other in enumerate(kinds) if other == kind]
-        here = torch.zeros((), device=kind[0])
+        here = torch.zeros((), dtype=torch.float32, device=kind[0])
         for position, mark in zip(positions, _marks([grads[p] for p in positions], here), strict=True):
             marks[position] = mark
         found += here.to(found.device, non_blocking=True)

@@ -108,14 +108,14 @@ class GradScaler(torch.amp.GradScaler):
     def enter_graph(self, names: Iterable[str], leaves: Sequence[Tensor], device: torch.device) -> Tensor:
         """The scale for one call of a compiled graph with these parameters: fp32, 0-d, on the graph's device."""
         if not self._enabled:
-            return torch.ones((), device=device)
+            return torch.ones((), dtype=torch.float32, device=device)
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
         self._here.in_graph = True
         self._here.now.enter(names, leaves)
         if self._here.scaled_outside:
-            return torch.ones((), device=device)
+            return torch.ones((), dtype=torch.float32, device=device)
         # The backward may come after an update, with another network in flight. It multiplies and divides by the
         # value of that moment, so nothing is wrong with it; .data keeps autograd's version check out of it.
         scale = self._scale.data
@@ -146,7 +146,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().unscale_(optimizer)
         assert self._scale is not None
         state = self._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = self._look(optimizer, torch.zeros((), device=self._scale.device))
+        state["found_inf_per_device"] = self._look(optimizer, torch.zeros_like(self._scale))
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -241,7 +241,7 @@ class GradScaler(torch.amp.GradScaler):
         """1.0 if the step in progress, or else the last one, has found inf or nan; fp32, 0-d, on the device."""
         found = self._all_found() if self._enabled else []
         last = any_of(found, found[0].device) if found else self._here.last_found
-        return torch.zeros(()) if last is None else last
+        return torch.zeros((), dtype=torch.float32) if last is None else last
 
     @property
     def skipped_steps(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -90,7 +91,8 @@ def _read_scale(gm: fx.GraphModule, node: fx.Node, name: str) -> None:
     """Writes the rounding of a value as Inductor does, with scale and zero point in memory."""
     value, scale, zero_point, least, largest, dtype = node.args
     # Inductor would write up to eight elements into the code
-    gm.register_buffer(name, torch.tensor([1.0 / scale, zero_point] + [0.0] * 14))  # type: ignore[operator]  # numbers
+    numbers: Any = [1.0 / scale, zero_point] + [0.0] * 14  # type: ignore[operator]  # scale is a number
+    gm.register_buffer(name, torch.tensor(numbers, dtype=torch.float32))
     with gm.graph.inserting_before(node):
         constant = gm.graph.get_attr(name)
         constant.meta["val"] = node.meta["val"].new_empty(16, dtype=torch.float32)

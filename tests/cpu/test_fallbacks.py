@@ -273,3 +273,12 @@ def test_with_strict_what_fails_in_a_call_is_raised() -> None:
     run = compiled(net(), numerics="eager", strict=True)
     with torch.inference_mode(), without_inductor(), pytest.raises(OnPurposeError):
         run(torch.randn(8, 64))
+
+
+def test_nested_tensors_are_named_and_run_as_under_autocast() -> None:
+    model = net()
+    rows = [torch.randn(size, 64) for size in (2, 5, 3)]
+    ragged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with without_inductor(), pytest.warns(FallbackWarning, match="nested tensors"):
+        found = compiled(model)(ragged)
+    assert is_low(found.values(), model, torch.cat(rows))

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx.compiling
+from amp_fx._torch import make_fx, multiplies_int8, quantised_ops
+from amp_fx.passes import PassContext, ReadScales
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
-from graphs import without_inductor
+from graphs import default_dtype, without_inductor
 from holding import Held
 from levels import error
 from small_models import Parts
@@ -268,3 +270,17 @@ def test_what_explain_reports_is_counted_and_followed(model: Any, ids: Tensor, r
         torch._dynamo.reset()
         options: Any = {"plan": followed, "weights": "cache", "strict": True}
         assert torch.equal(torch.compile(model, backend="amp_fx", options=options)(ids), run(ids))
+
+
+def test_the_programs_default_dtype_is_not_that_of_what_onednn_reads() -> None:
+    def rounded(x: Tensor) -> Tensor:
+        return quantised_ops().quantize_per_tensor(x, 0.1, 3, 0, 255, torch.uint8)
+
+    amp_fx.reset()
+    with default_dtype(torch.float64):
+        multiplies_int8()
+        gm = make_fx(rounded, tracing_mode="fake")(x := torch.randn(4, 16, dtype=torch.float32))
+        ReadScales().call(gm, PassContext())
+    assert {scale.dtype for scale in gm.buffers()} == {torch.float32}
+    gm.recompile()
+    assert torch.equal(gm(x), rounded(x))

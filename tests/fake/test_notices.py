@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -184,3 +185,43 @@ def test_a_terminal_sees_a_line_that_goes_again_if_it_takes_long(monkeypatch: An
     assert "counting" in said
     assert said.endswith("\033[K")
     assert threading.active_count() == before
+
+
+class Region(nn.Module):
+    """A linear for which autocast is off, in the graph or after a break in it."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks, self.inner = breaks, nn.Linear(8, 8)
+
+    def part(self, x: Tensor) -> Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.inner(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.part(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "around", "told"),
+    [
+        (Region(breaks=False), None, 0),
+        (Region(breaks=True), None, 1),
+        (OwnSequential(nn.Linear(8, 8), nn.Linear(8, 8)), {"enabled": False}, 1),
+        (OwnSequential(nn.Linear(8, 8), nn.Linear(8, 8)), {"dtype": torch.bfloat16}, 0),
+        (OwnSequential(nn.ReLU()), {"enabled": False}, 0),
+    ],
+    ids=["a region", "a region after a break", "around it", "one that is on", "nothing to lower"],
+)
+def test_it_is_told_where_autocast_is_off_around_what_is_lowered(
+    model: nn.Module, around: Any, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    amp_fx.reset()
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="amp_fx", options={"profile": "off"})
+    for size in (2, 3):
+        with contextlib.nullcontext() if around is None else torch.autocast("cpu", **around):
+            run(torch.randn(size, 8))
+    assert sum("enabled=False" in text for text in warned(caplog)) == told

@@ -143,6 +143,18 @@ def test_calibration_leaves_no_trace() -> None:
     assert model.norm.weight.grad is None
 
 
+def test_a_default_device_of_another_kind_changes_nothing() -> None:
+    model, x = nn.Linear(16, 16), torch.randn(4, 16)
+
+    def error() -> float:
+        cal = amp_fx.calibrate(model, x, lambda y: y.square().mean(), profile="off")
+        return cal.autocast_error
+
+    alone = error()
+    with torch.device("meta"):
+        assert error() == alone
+
+
 def test_graph_breaks_and_a_loss_of_the_caller_are_measured_as_one_model(tmp_path: Path) -> None:
     def broken(m: Any, x: Tensor) -> dict[str, Tensor]:
         h = torch.tanh(m.first(x))

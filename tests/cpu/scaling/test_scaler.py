@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp_fx.scaling.findings
 import scaled
 from amp_fx import GradScaler, ScalerError
+from graphs import default_dtype
 from scaled import INF, Loop, batch, compiled, gradient, gradients_are, loss_of, new_scaler, same, weights
 from small_models import Parts, UpDown
 
@@ -290,3 +291,19 @@ def test_nested_losses_come_back_as_they_were() -> None:
 def test_bad_arguments_are_named(arguments: dict[str, Any]) -> None:
     with pytest.raises(ScalerError, match=next(iter(arguments))):
         new_scaler(**arguments)
+
+
+# ---- settings of the process ----
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_programs_default_dtype_is_not_that_of_scaling(default: torch.dtype) -> None:
+    loop = Loop(model=UpDown(), optimizer=fused_adamw)
+    x = batch()
+    with default_dtype(default):
+        assert loop.scaler.last_found_inf.dtype is torch.float32
+        loop.backward(loss_of(loop.run, x))
+        assert gradients_are(loop.model, x)
+        assert loop.scaler.first_nonfinite() == []
+        assert loop.end()
+        assert not loop.step(loss_of(loop.run, x * INF))
