@@ -110,12 +110,8 @@ class _Packer:
             is_computed = any(arg in self.derived for arg in inputs) and all(
                 arg in self.derived or arg in fixed for arg in inputs
             )
-            if (
-                node in self.derived
-                or not is_computed
-                or not is_pure(node)
-                or storage_of(node) in self._writers
-            ):
+            is_settled = node in self.derived or storage_of(node) in self._writers
+            if is_settled or not is_computed or not is_pure(node):
                 continue
             if not is_view(node):
                 elements = sum(numel(weight.meta["val"]) for weight in sources[node])

@@ -328,9 +328,8 @@ def test_a_file_that_computes_otherwise_is_anerror_of(
 
 
 def test_onnxruntime_says_that_it_has_no_bf16_kernels_on_cpu(tmp_path: Path) -> None:
-    path = _onnx(
-        amp_fx.export(nn.Linear(8, 8).eval(), (x := torch.randn(2, 8),), profile="off"), tmp_path / "m.onnx"
-    )
+    program = amp_fx.export(nn.Linear(8, 8).eval(), (x := torch.randn(2, 8),), profile="off")
+    path = _onnx(program, tmp_path / "m.onnx")
     with pytest.raises(Exception, match=r"NOT_IMPLEMENTED.*Gemm"):
         _ran(path, x)
 

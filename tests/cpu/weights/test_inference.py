@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import checkpoint
 
 import amp_fx.compiling
 from amp_fx import WeightsError
@@ -236,43 +235,6 @@ def test_batch_norm_is_folded_into_the_convolution_before_it() -> None:
     folded = next(value for value in packed() if value.shape == exact.shape).to_dense(torch.bfloat16)
     # rounded from fp32, once: where a low copy is scaled and rounded again, a quarter differs
     assert (folded != exact).double().mean() < 0.01
-
-
-#: ways to write to ``x``, which ``y`` is a view of
-WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "through a view": lambda x, y: x.view(-1)[::2].add_(3.0),
-    "through another input": lambda x, y: y.add_(3.0),
-    "in a body": lambda x, y: checkpoint(lambda given: given.add_(3.0).sum(), x, use_reentrant=False),
-}
-
-
-@pytest.mark.usefixtures("op_by_op")
-@pytest.mark.parametrize("way", WRITES)
-def test_what_is_folded_or_joined_does_not_overtake_a_write(way: str) -> None:
-    def call(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        convolved, first = m.conv(x), m.q(x)
-        WRITES[way](x, y)
-        return m.norm(convolved), first.flatten() * m.k(x).flatten()
-
-    linears = {name: nn.Linear(4, 4) for name in ("q", "k")}
-    net = Parts(call, conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4), **linears).eval()
-    run, x = compiled(net, "cache", profile="auto"), torch.randn(2, 4, 5, 4)
-    with torch.inference_mode():
-        got, wanted = (f(given := x.clone(), given.view(-1)) for f in (run, net))
-    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.usefixtures("op_by_op")
-@pytest.mark.parametrize("convolve", [nn.functional.conv2d, nn.functional.conv_transpose2d])
-def test_a_bias_that_does_not_lie_in_one_piece_is_read_as_it_is(convolve: Callable[..., Tensor]) -> None:
-    def call(m: Any, x: Tensor) -> Tensor:
-        return convolve(x, m.weight, m.biases[:, 1]).relu() + m.bias.expand(4)[:, None, None]
-
-    net, x = Parts(call), torch.randn(2, 4, 5, 5)
-    for name, shape in {"weight": (4, 4, 3, 3), "biases": (4, 5), "bias": (1,)}.items():
-        net.register_parameter(name, nn.Parameter(torch.randn(shape)))
-    with torch.inference_mode():
-        torch.testing.assert_close(compiled(net, "cache", profile="auto")(x), net(x), rtol=1e-2, atol=1e-2)
 
 
 def test_with_eager_numerics_nothing_is_folded(held: Held) -> None:

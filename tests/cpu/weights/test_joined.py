@@ -1,4 +1,7 @@
-"""Linears that read one value are one call of oneDNN where that changes nothing for who reads their results."""
+"""Linears that read one value are one call of oneDNN where that changes nothing for who reads their results.
+
+Nor does what is folded or packed.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import amp_fx.compiling
 from amp_fx._torch import LINEAR, LINEAR_INT8, is_faster_as_convolution
 from graphs import DEFAULTS, autocast_in
 from holding import Held
 from small_models import Parts, near_autocast
-
-pytestmark = pytest.mark.bf16
 
 
 @pytest.fixture(name="products")
@@ -103,6 +105,7 @@ def new_net(call: Callable[..., Any], **kwargs: Any) -> nn.Module:
     return Parts(call, **{name: nn.Linear(64, 64, **kwargs) for name in ("q", "k", "v", "out")}).eval()
 
 
+@pytest.mark.bf16
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("case", JOINED)
 @pytest.mark.parametrize("form", ["low results", "any length", "convolutions"])
@@ -124,6 +127,7 @@ def test_products_are_joined_where_nobody_sees_it(case: str, form: str, products
     assert products == [[-each if is_convolved else each for each in columns]]
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("time", [0.8, 0.9])
 def test_products_are_timed_where_threads_may_be_idle(time: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
@@ -138,6 +142,7 @@ def test_products_are_timed_where_threads_may_be_idle(time: float, monkeypatch: 
 HELD = {"int8": 3 * 64 * (64 + 4 + 4 + 8) + 2 * 64 * 64, "autocast": 2 * 4 * 64 * 64}
 
 
+@pytest.mark.bf16
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("policy", [pytest.param("int8", marks=pytest.mark.int8), "autocast"])
 def test_joined_weights_are_held_once(policy: str, held: Held, products: list[list[int]]) -> None:
@@ -148,3 +153,47 @@ def test_joined_weights_are_held_once(policy: str, held: Held, products: list[li
             assert 0 < (run(x) - net(x)).norm() / net(x).norm() < 0.03
     assert [columns[:1] for columns in products] == [[192], [192]]
     assert held.bytes() == HELD[policy]
+
+
+# ---- in fp32, on any CPU ----
+
+
+def packing(net: nn.Module) -> Callable[..., Any]:
+    return torch.compile(net, backend="amp_fx", options={"weights": "cache", "strict": True})
+
+
+#: ways to write to ``x``, which ``y`` is a view of
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "through a view": lambda x, y: x.view(-1)[::2].add_(3.0),
+    "through another input": lambda x, y: y.add_(3.0),
+    "in a body": lambda x, y: checkpoint(lambda given: given.add_(3.0).sum(), x, use_reentrant=False),
+}
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("way", WRITES)
+def test_what_is_folded_or_joined_does_not_overtake_a_write(way: str) -> None:
+    def call(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        convolved, first = m.conv(x), m.q(x)
+        WRITES[way](x, y)
+        return m.norm(convolved), first.flatten() * m.k(x).flatten()
+
+    linears = {name: nn.Linear(4, 4) for name in ("q", "k")}
+    net = Parts(call, conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4), **linears).eval()
+    run, x = packing(net), torch.randn(2, 4, 5, 4)
+    with torch.inference_mode():
+        got, wanted = (f(given := x.clone(), given.view(-1)) for f in (run, net))
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("convolve", [nn.functional.conv2d, nn.functional.conv_transpose2d])
+def test_a_bias_that_does_not_lie_in_one_piece_is_read_as_it_is(convolve: Callable[..., Tensor]) -> None:
+    def call(m: Any, x: Tensor) -> Tensor:
+        return convolve(x, m.weight, m.biases[:, 1]).relu() + m.bias.expand(4)[:, None, None]
+
+    net, x = Parts(call), torch.randn(2, 4, 5, 5)
+    for name, shape in {"weight": (4, 4, 3, 3), "biases": (4, 5), "bias": (1,)}.items():
+        net.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    with torch.inference_mode():
+        torch.testing.assert_close(packing(net)(x), net(x), rtol=1e-2, atol=1e-2)

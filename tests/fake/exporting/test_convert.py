@@ -288,3 +288,16 @@ def test_what_is_inside_vmap_stays_and_the_rest_is_low(mapped: Any, tmp_path: Pa
     with torch.no_grad():
         found = torch.export.load(tmp_path / "mapped.pt2").module()(x)
         assert 0 < error_of(found, exact(model, x)) < 1e-2
+
+
+def test_a_cast_of_a_weight_that_is_written_to_or_returned_is_not_the_stored_weight() -> None:
+    def call(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        (doubled := m.a.weight.bfloat16()).mul_(2)
+        return m.a(x), x.bfloat16() @ doubled.T, m.b(x), m.b.weight.bfloat16()
+
+    model, x = Parts(call, a=nn.Linear(16, 16), b=nn.Linear(16, 16)).requires_grad_(False), torch.randn(4, 16)
+    module = converted(model, x).module()
+    for _ in range(2):
+        for got, wanted in zip(module(x), model(x), strict=True):
+            assert error_of(got, wanted.double()) < 0.01
+            got.zero_()
