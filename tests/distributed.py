@@ -278,6 +278,7 @@ def parallel_training(kind: str) -> dict[str, Any]:
     return {
         "losses": losses,
         "linears": {row.dtype for plan in recording.plans for row in plans(plan, "linear")},
+        "sums": {row.dtype for plan in recording.plans for row in plans(plan, "redistribute")},
         "graphs": len(recording.plans),
         "fallbacks": [plan.fallback for plan in recording.plans],
         **state(model),

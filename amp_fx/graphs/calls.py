@@ -112,6 +112,15 @@ def target_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target)).removeprefix("prim_").removeprefix("prim ")
 
 
+#: what Dynamo calls the ways to make a DTensor of a tensor, the reverse, and to place one otherwise
+LAYOUTS = frozenset({"from_local", "full_tensor", "redistribute", "to_local"})
+
+
+def is_layout(node: fx.Node) -> bool:
+    """True for a call that hands on the shards of a DTensor, in the dtype that they have."""
+    return not isinstance(node.target, OpOverload) and target_name(node) in LAYOUTS
+
+
 def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     """The nodes that the graph returns, in order, repeats included."""
     return tensor_nodes(gm.graph.output_node().args[0])

@@ -22,7 +22,7 @@ from amp_fx._torch import (
     symbolic_kernels,
 )
 from amp_fx.errors import VerifyError
-from amp_fx.graphs.calls import where
+from amp_fx.graphs.calls import is_layout, where
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, numel, tensors
 
@@ -55,6 +55,9 @@ def run_fake(node: fx.Node) -> Any:
     args, kwargs, mode = fake_arguments(node)
     try:
         with _on_fakes(mode, autocast_disabled()), _without_warning(node):
+            if is_layout(node):
+                # DTensors are plain tensors here
+                return node.meta["val"].to(args[0].dtype)
             return node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         dtypes = ", ".join(

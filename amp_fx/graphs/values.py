@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import FakeTensor, OpOverload, size_hint
-from amp_fx.graphs.calls import argument_value, is_gradient_call, tensor_arguments
+from amp_fx.graphs.calls import argument_value, is_gradient_call, is_layout, tensor_arguments
 from amp_fx.graphs.traits import op_row
 from amp_fx.policy.table import DEVICES
 
@@ -169,7 +169,7 @@ def written_storages(node: fx.Node) -> set[int]:
         sources = [] if only_reads else [source for _, source in written_arguments(node)]
     else:
         computes_numbers = getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
-        only_reads = computes_numbers or is_gradient_call(node) or _bodies_only_read(node)
+        only_reads = computes_numbers or is_gradient_call(node) or is_layout(node) or _bodies_only_read(node)
         sources = [] if only_reads else node.all_input_nodes
     return {key for source in sources if (key := storage_of(source)) is not None}
 

@@ -27,7 +27,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_map_only
 
 from amp_fx._torch import OpOverload, size_hint
-from amp_fx.graphs.calls import arguments, is_parameter
+from amp_fx.graphs.calls import arguments, is_layout, is_parameter
 from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, is_view, numel
@@ -78,7 +78,7 @@ class CostModel:
         plan = label_of(node)
         if self.is_input(node):
             return False
-        if plan is None or plan.op_class is OpClass.LOW:
+        if plan is None or plan.op_class is OpClass.LOW or is_layout(node):
             return True
         return plan.op_class is OpClass.KEEP and not isinstance(node.target, OpOverload)
 
@@ -101,11 +101,11 @@ class CostModel:
         return self.is_external(reader) or self._level[reader] > self._level[value]
 
     def accumulates_backward(self, node: fx.Node) -> bool:
-        """True where the gradient adds up repeated elements in the dtype of the table, one by one.
+        """True where the gradient adds up repeated elements, or those of other processes, in the dtype of the value.
 
-        Moving the cast in front of such a lookup would sum gradients in 16 bits, which autocast does not.
+        Moving the cast in front of such a call would sum gradients in 16 bits, which autocast does not.
         """
-        return self.training and has_trait(node, Trait.LOOKUP)
+        return self.training and (has_trait(node, Trait.LOOKUP) or is_layout(node))
 
     def saves_input(self, reader: fx.Node) -> bool:
         """True where the backward of ``reader`` needs the value it reads, so that it is kept in memory."""

@@ -29,6 +29,7 @@ class Kind(str, enum.Enum):
 
     # what the call is
     ELEMENT = "element", "an element of its producer's result"
+    LAYOUT = "layout", "hands on shards of a DTensor"
     NOT_ATEN = "not-aten", "not an ATen op: left as traced"
     NOT_FLOATING = "not-floating", "no floating tensor that autocast may re-type"
     SUBCLASS = "tensor-subclass", "takes a tensor subclass, which has its own dtype"

@@ -13,6 +13,7 @@ from amp_fx._torch import OpOverload, op_name
 from amp_fx.graphs.calls import (
     argument_value,
     is_cast,
+    is_layout,
     module_path,
     source_line,
     target_name,
@@ -126,6 +127,9 @@ def _label(node: fx.Node, context: PassContext) -> Label:
     if getattr(node.target, "__name__", "") == "getitem":
         plan.op_class = OpClass.FOLLOW if outputs else OpClass.KEEP
         plan.takes, plan.reasons = Takes.ANY, (Reason(Kind.ELEMENT),)
+        return plan
+    if is_layout(node) and inputs:
+        plan.op_class, plan.takes, plan.reasons = OpClass.FOLLOW, Takes.DTYPE, (Reason(Kind.LAYOUT),)
         return plan
     if not isinstance(node.target, OpOverload):  # case 1
         return keep(Kind.NOT_ATEN)

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.calls import argument_value, arguments, grad_modes, tensor_arguments
+from amp_fx.graphs.calls import argument_value, arguments, grad_modes, is_layout, tensor_arguments
 from amp_fx.graphs.fake_runs import add_call, fake_values, run_fake
 from amp_fx.graphs.keys import CAST_META, RAN_META, REGION_META, STEP_META
 from amp_fx.graphs.traits import Trait, has_trait
@@ -188,7 +188,7 @@ class _Casts:
         """
         if _element_of_call(node):
             return True
-        if not isinstance(node.target, OpOverload):
+        if not isinstance(node.target, OpOverload) and not is_layout(node):
             return False
         return (plan.traced is not None and plan.dtype is not plan.traced) or any(
             source.meta["val"].dtype is not self.traced.get(source)

@@ -129,7 +129,7 @@ def test_four_processes_with_tensor_parallelism_train_as_one_does(kind: str, tmp
     assert losses[0] - losses[2] > 0.02 * losses[0]
     for each in found:
         # fp32 weights, low matmuls, nothing left to autocast; equal blocks share their graphs
-        assert each["linears"] == {torch.bfloat16}
+        assert each["linears"] == each["sums"] == {torch.bfloat16}
         assert each["fallbacks"] == [""] * each["graphs"]
         assert each["dtypes"] == {torch.float32}
         assert each["losses"] == pytest.approx(losses, rel=2e-3)
