@@ -35,7 +35,7 @@ from amp_fx.graphs.calls import add_input, dotted_path
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
 from amp_fx.graphs.keys import LEVEL, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
-from amp_fx.graphs.values import graph_devices
+from amp_fx.graphs.values import graph_devices, writes_to_shared_inputs
 from amp_fx.passes import (
     PARTITIONED,
     Pass,
@@ -136,14 +136,16 @@ def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | 
     has_narrow = any(is_narrow(node.meta["val"]) for node in rewritten.graph.find_nodes(op="placeholder"))
     # folding BatchNorm does not round where eager autocast rounds
     on_cpu = graph_devices(call.gm) == {"cpu"}
-    packs = on_cpu and opts.numerics != "eager" and not has_narrow
+    # before torch 2.13, AOTAutograd asks what is packed for its memory where others share theirs and are written to
+    may_pack = on_cpu and (torch.__version__ >= "2.13" or not writes_to_shared_inputs(rewritten.graph))
+    packs = may_pack and opts.numerics != "eager" and not has_narrow
     # by default only what takes the place of a low copy, or of a weight that is stored low
     below = any(node.meta.get(LEVEL) for node in rewritten.graph.nodes)
     if below and on_cpu and not multiplies_int8():
         write_out_int8(rewritten.graph)
     packs &= opts.weights == "cache" or (opts.weights == "auto" and bool(below or low or widenings(call.gm)))
     changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
-    is_code = tunes_kernels(opts.inductor) or not on_cpu
+    is_code = tunes_kernels(opts.inductor) or not may_pack
     if (is_frozen or packs) and is_code:
         # a constant that is part of the code could not change
         inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": changes["may_change"]}

@@ -156,6 +156,12 @@ def writers_in(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     return found
 
 
+def writes_to_shared_inputs(graph: fx.Graph) -> bool:
+    """True where two inputs share a storage that is written to."""
+    shared = Counter(map(storage_of, graph.find_nodes(op="placeholder")))
+    return any(shared[key] > 1 for key in storages_written_in(graph))
+
+
 def written_storages(node: fx.Node) -> set[int]:
     """Storages the node writes to. A call whose effects are unknown counts as writing to all it is given.
 

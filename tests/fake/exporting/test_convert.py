@@ -284,10 +284,12 @@ def test_what_is_inside_vmap_stays_and_the_rest_is_low(mapped: Any, tmp_path: Pa
     ep = converted(model, x)
     assert stored_dtypes(ep)["first.weight"] is BF16
     assert stored_dtypes(ep)["inner.weight"] is FP32
-    torch.export.save(ep, tmp_path / "mapped.pt2")
+    if torch.__version__ >= "2.13":
+        # before, torch saves no program with vmap inside
+        torch.export.save(ep, tmp_path / "mapped.pt2")
+        ep = torch.export.load(tmp_path / "mapped.pt2")
     with torch.no_grad():
-        found = torch.export.load(tmp_path / "mapped.pt2").module()(x)
-        assert 0 < error_of(found, exact(model, x)) < 1e-2
+        assert 0 < error_of(ep.module()(x), exact(model, x)) < 1e-2
 
 
 def test_a_cast_of_a_weight_that_is_written_to_or_returned_is_not_the_stored_weight() -> None:
