@@ -60,8 +60,8 @@ def say_disabled(graph: str) -> None:
     _told.add("disabled")
     logger.warning(
         "graph %s is called inside torch.autocast(enabled=False), and amp_fx lowers it: around a compiled function, or "
-        "what is left of one after a graph break, that looks as no autocast at all. If it is to stay in fp32, a rule "
-        "says so: options={'policy': {'base': 'autocast', 'rules': [{'module': ..., 'precision': 'fp32'}]}}.",
+        "behind a graph break, a backend cannot tell this from a program without autocast. To keep it in fp32, give a "
+        "rule: options={'policy': {'base': 'autocast', 'rules': [{'module': ..., 'precision': 'fp32'}]}}.",
         graph,
     )
 

@@ -247,12 +247,12 @@ class Twice(torch.autograd.Function):
     """A product whose backward the user has written."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]  # pyright: ignore
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # theirs takes anything
         ctx.save_for_backward(x, y)
         return 2 * (x @ y)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # pyright: ignore
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]  # theirs takes anything
         x, y = ctx.saved_tensors
         return 2 * (g @ y.mT), 2 * (x.mT @ g)
 

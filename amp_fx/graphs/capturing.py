@@ -32,7 +32,7 @@ from amp_fx._torch import (
     track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import is_gradient_call, is_leaf_call, origin, target_name, where
+from amp_fx.graphs.calls import LAYOUTS, is_gradient_call, is_leaf_call, origin, target_name, where
 from amp_fx.graphs.keys import REGION_META
 from amp_fx.graphs.regions import EXIT, Regions, is_autocast_call, node_regions
 from amp_fx.graphs.values import tensors
@@ -257,4 +257,4 @@ def changes_layout(node: fx.Node) -> bool:
         any(map(is_distributed, tensors(each.meta.get("example_value"))))
         for each in (node, *node.all_input_nodes)
     )
-    return any(given) != made or (made and target_name(node) in ("redistribute", "full_tensor"))
+    return any(given) != made or (made and target_name(node) in LAYOUTS)

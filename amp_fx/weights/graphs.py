@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx._torch import FakeTensor, borrowed
+from amp_fx._torch import FakeTensor, borrowed, is_wrapper
 from amp_fx.errors import WeightsError
 from amp_fx.graphs.calls import is_parameter
 from amp_fx.graphs.fake_runs import add_call, is_matmul
@@ -42,7 +42,9 @@ def copied_weights(gm: fx.GraphModule) -> list[fx.Node]:
 def _is_plain(node: fx.Node) -> bool:
     """True for tensors of known sizes, not for their subclasses and not for sizes."""
     value = node.meta.get("val")
-    return type(value) is FakeTensor and not any(isinstance(size, torch.SymInt) for size in value.shape)
+    # a plain tensor stands for a DTensor
+    is_whole = type(value) is FakeTensor and not is_wrapper(node.meta.get("example_value"))
+    return is_whole and not any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def _stored_weights(gm: fx.GraphModule, *, wide: bool) -> list[fx.Node]:

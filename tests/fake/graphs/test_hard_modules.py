@@ -228,6 +228,11 @@ def test_dtensors_are_captured_as_plain_tensors_placed_and_run_as_dtensors_again
     for name, parameter in block.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
         assert parameter.grad.dtype is FP32
+    # nothing is kept of shards, and without gradients all that is sent is low
+    with without_inductor(), record() as recording, torch.inference_mode():
+        result = torch.compile(block, backend="amp_fx", options=dict(DEFAULTS))(torch.randn(4, 64))
+    assert result.dtype is FP32
+    assert {row.dtype for row in recording.plans[0].nodes if row.op in LAYOUTS} == {BF16}
 
 
 # ---- what writes to what it is given, and is not ATen ----
