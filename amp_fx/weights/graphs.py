@@ -42,9 +42,10 @@ def copied_weights(gm: fx.GraphModule) -> list[fx.Node]:
 def _is_plain(node: fx.Node) -> bool:
     """True for tensors of known sizes, not for their subclasses and not for sizes."""
     value = node.meta.get("val")
-    # a plain tensor stands for a DTensor
-    is_whole = type(value) is FakeTensor and not is_wrapper(node.meta.get("example_value"))
-    return is_whole and not any(isinstance(size, torch.SymInt) for size in value.shape)
+    if is_wrapper(node.meta.get("example_value")):
+        # a plain tensor stands for a DTensor
+        return False
+    return type(value) is FakeTensor and not any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def _stored_weights(gm: fx.GraphModule, *, wide: bool) -> list[fx.Node]:
