@@ -45,6 +45,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Torch's own seed is another one in each process: what a module draws when it is imported is to be the same."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 def pytest_collection_finish() -> None:
     """What was imported lives as long as the tests: whoever collects garbage need not look at it, which takes 0.5 s."""
     # when it is imported, it looks for what refers to some objects

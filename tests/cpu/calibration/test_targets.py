@@ -176,6 +176,7 @@ def wide(plan: Plan) -> set[str]:
     return {row.name for row in plan.nodes if row.is_because(Kind.WIDE_RESULT)}
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_budget_buys_results_in_fp32_where_they_are_cheap(gpt: Any, tmp_path: Path) -> None:
     (model, cal), batch = gpt, tokens(0)
     plans = ((budget, cal.plan(budget, minimise="bytes", verify=False)) for budget in (1.0, 0.8, 0.6, 0.4))
