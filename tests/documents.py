@@ -88,7 +88,7 @@ def readme() -> dict[str, Any]:
         torch.compile(small, backend="amp_fx")(x).sum().backward()
 
     amp_fx.explain(small, x).save("yesterday.json")
-    return common() | {"batch": torch.randn(4, 32, 512), "train_one_step": train_one_step}
+    return common() | {"batch": torch.randn(8, 128, 512), "train_one_step": train_one_step}
 
 
 def reading() -> dict[str, Any]:

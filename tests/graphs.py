@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 import amp_fx.compiling
 import amp_fx.rewriting
 from amp_fx import Calibration, Point
-from amp_fx._torch import autocast_disabled, enable_autocast, replace_inner_compile
+from amp_fx._torch import OpByOp, autocast_disabled, enable_autocast, replace_inner_compile
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
@@ -208,7 +208,7 @@ def op_by_op(prepare: Callable[[fx.GraphModule], object] = id) -> Iterator[list[
         graphs.append(gm)
 
         def call(args: list[Any]) -> Any:
-            return fx.Interpreter(run).run(*args)
+            return OpByOp(run).run(*args)
 
         call._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
         return call

@@ -12,10 +12,20 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["Lowered", "lower_with_inductor"]
+from amp_fx._torch.tracing import onednn_computes
+
+__all__ = ["Lowered", "OpByOp", "lower_with_inductor"]
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+    *(_aten.convolution.default, _aten.convolution_backward.default),
+}
 
 
 @dataclass(frozen=True)
@@ -94,8 +104,28 @@ def lower_with_inductor(
         # a MultiOutput picks one result of a kernel that returns several
         extern_kernels=sum(not isinstance(node.node, MultiOutput) for node in extern),
         generated=generated,
-        call=make_boxed_func(before.forward),
+        call=make_boxed_func(lambda *args: OpByOp(before).run(*args)),
     )
+
+
+class OpByOp(fx.Interpreter):
+    """Runs a graph; products of 16 bits in fp32, rounded once, where the CPU has no instructions for them.
+
+    PyTorch has loops for these that take a hundred times as long, and add up in fp32 as well.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Overrides :meth:`torch.fx.Interpreter.call_function`."""
+        given = (
+            next((value for value in args if isinstance(value, Tensor)), None)
+            if target in _PRODUCTS
+            else None
+        )
+        low = None if given is None or given.device.type != "cpu" else given.dtype
+        if low not in (torch.bfloat16, torch.float16) or onednn_computes(low):
+            return super().call_function(target, args, kwargs)
+        wide = tree_map_only(Tensor, Tensor.float, args)
+        return tree_map_only(Tensor, lambda value: value.to(low), super().call_function(target, wide, kwargs))
 
 
 def _origins(kernel: Any) -> frozenset[fx.Node]:

@@ -1,4 +1,4 @@
-"""Which device a graph or a call is about, and graphs on devices without a profile; none is here: values are fake."""
+"""Which device a graph or a call is about, graphs on devices without a profile (all fake), and what a CPU lacks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_fx._torch import OpByOp, lowering
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import call_device, graph_device, graph_devices
 from amp_fx.placement.devices import builtin
@@ -148,3 +151,48 @@ def test_a_call_is_on_the_device_of_what_is_more_than_a_number() -> None:
     assert call_device([number], ("cpu", "cuda")) == "cpu"
     assert call_device([number, x], ("cpu",)) == "cpu"
     assert call_device([x], ("cpu",)) is None
+
+
+class _Products(TorchDispatchMode):
+    """Notes the dtypes in which products run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, torch.dtype] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] = next(value.dtype for value in args if isinstance(value, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_where_a_cpu_cannot_multiply_in_16_bits_a_graph_run_op_by_op_does_so_in_fp32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(image: Tensor, kernel: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        y = aten.convolution(image, kernel, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+        gradients = aten.convolution_backward(
+            y, image, kernel, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1, (True, True, False)
+        )
+        rows = y.flatten(2)[0]
+        return (
+            y,
+            *gradients[:2],
+            aten.mm(rows, rows.t()),
+            aten.addmm(bias, rows, rows.t()),
+            aten.bmm(y[0], y[0]),
+        )
+
+    args = torch.randn(1, 4, 8, 8), torch.randn(16, 4, 3, 3) / 6, torch.randn(16)
+    graph = make_fx(program)(*(value.to(dtype) for value in args))
+    monkeypatch.setattr(lowering, "onednn_computes", lambda _: False)
+    with _Products() as products:
+        got = OpByOp(graph).run(*(value.to(dtype) for value in args))
+    right = program(*(value.to(dtype).double() for value in args))
+    assert {value.dtype for value in got} == {dtype}
+    assert all(name in products.seen for name in ("aten.mm.default", "aten.convolution_backward.default"))
+    named = {name: seen for name, seen in products.seen.items() if "mm" in name or "conv" in name}
+    assert set(named.values()) == {torch.float32}
+    for one, exact in zip(got, right, strict=True):
+        # what was computed from was rounded, too
+        assert (one.double() - exact).norm() < 4 * torch.finfo(dtype).eps * exact.norm()
