@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from amp_fx.plans.plan import Cost, InputPlan, Plan, dtype_name
-from amp_fx.reports.advice import NOT_COMPILED, UNUSED_RULE, Advice
+from amp_fx.reports.advice import NO_AUTOCAST, NOT_COMPILED, UNUSED_RULE, Advice
 from amp_fx.viz.words import more_bytes, size
 
 #: the first screen: lines, and characters in a line where there is no terminal that has fewer
@@ -42,7 +42,9 @@ def heading(title: str, plans: Sequence[Plan]) -> str:
     return f"amp_fx {title}".rstrip() + f": {graphs}, policy {policy}"
 
 
-def verdict(plans: Sequence[Plan], costs: Mapping[str, Cost], device: str) -> list[str]:
+def verdict(
+    plans: Sequence[Plan], costs: Mapping[str, Cost], device: str, advice: Sequence[Advice]
+) -> list[str]:
     """What a step moves beside torch.autocast, in one sentence; nothing where nobody counted."""
     ours, theirs = (costs.get(name) for name in ("amp_fx", "torch.autocast"))
     if ours is None or theirs is None or not ours.moved or not theirs.moved:
@@ -55,6 +57,7 @@ def verdict(plans: Sequence[Plan], costs: Mapping[str, Cost], device: str) -> li
         text = more
     if ours.kernels is not None and theirs.kernels and ours.kernels < theirs.kernels:
         text += f", with {ours.kernels} of its {theirs.kernels} cast kernels"
+    text += "".join(f". {row.text}" for row in advice if row.kind == NO_AUTOCAST)
     if device == "cpu":
         text += ". What a GPU would do: target='cuda:h100'"
     return textwrap.wrap(f"{text[0].upper()}{text[1:]}.", _columns())
@@ -104,7 +107,9 @@ def findings(
         _block("unused rules", [row.text for row in advice if row.kind == UNUSED_RULE], 3),
         _block("graph breaks", [f"{n} times {why}" if n > 1 else why for why, n in counted], 3),
     ]
-    others = [str(row) for row in advice if row.kind not in ("graph break", NOT_COMPILED, UNUSED_RULE)]
+    others = [
+        str(row) for row in advice if row.kind not in ("graph break", NO_AUTOCAST, NOT_COMPILED, UNUSED_RULE)
+    ]
     return [*blocks, _block("advice", others, min(4, _LINES - taken - sum(map(len, blocks)) - 1))]
 
 
