@@ -189,7 +189,9 @@ def kept_lines(kept: dict[str, list[CastPlan]]) -> list[str]:
     lines = []
     for row in kept_data(kept):
         times = f"{row['kernels']} x " if row["kernels"] > 1 else ""
-        lines.append(f"{times}{row['why'] or row['example']}, {row['bytes'] / 1e6:.3g} MB")
+        # a place is last in a line
+        what, bracket, place = (row["why"] or row["example"]).partition(" [")
+        lines.append(f"{times}{what}, {row['bytes'] / 1e6:.3g} MB{bracket}{place}")
     return lines
 
 

@@ -30,7 +30,7 @@ from amp_fx._torch import (
     unwrapped_errors,
 )
 from amp_fx.errors import AmpFxError
-from amp_fx.graphs.batches import arguments_of
+from amp_fx.graphs.batches import arguments_of, compiling
 from amp_fx.graphs.values import tensors
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan
@@ -244,6 +244,7 @@ def _here(call: _Call) -> Report:
         with (
             call.traced_anew(),
             untouched(call.program, call.args, call.kwargs) as (given, named),
+            compiling(call.program, (call.args, call.kwargs)),
             replace_inner_compile(found.inner_compile),
         ):
             result = torch.compile(entry, backend=compile_or_forget)(*given, **named)
@@ -264,7 +265,12 @@ def _on_target(call: _Call, target: str) -> Report:
         if (copies := without_data(*whole)) is not None:
             program, context = copies[0], contextlib.nullcontext(copies[1:])
         entry = entry_of(program)
-        with only_looking(), call.traced_anew(), context as (given, named):
+        with (
+            only_looking(),
+            call.traced_anew(),
+            context as (given, named),
+            compiling(program, (given, named)),
+        ):
             torch.compile(entry, backend=tracer)(*given, **named)
         return process.call("amp_fx.reports.explaining:compiled_graphs", tracer.graphs, dict(call.options))
 

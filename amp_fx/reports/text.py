@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from amp_fx.graphs.calls import short_source
 from amp_fx.plans.plan import Cost, InputPlan, Plan, dtype_name
 from amp_fx.reports.advice import NO_AUTOCAST, NOT_COMPILED, UNUSED_RULE, Advice
 from amp_fx.viz.words import more_bytes, size
@@ -171,8 +172,13 @@ def _clip(line: str, width: int) -> str:
     if len(text) <= width:
         return line
     head, bracket, place = text.rpartition(" [")
-    end = f"{bracket}{place}" if text.endswith("]") and len(place) < width // 2 else ""
-    text = head if end else text
+    end = ""
+    if text.endswith("]") and bracket:
+        # the folders of a library say less than the line in it
+        place = place if len(place) < width // 2 else f"{short_source(place[:-1])[: width // 2]}]"
+        text, end = head, f"{bracket}{place}"
+        if len(text) + len(end) <= width:
+            return f"{text}{end}{' ' if options else ''}{options}{rest}"
     return f"{text[: width - 4 - len(end)]}...{end}{' ' if options else ''}{options}{rest}"
 
 
