@@ -178,7 +178,7 @@ def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
     generated = []
     for origins, size in lowered.generated:
         calls = [node for node in origins if node.op == "call_function"]
-        casts = frozenset(node for node in calls if has_trait(node, Trait.CAST))
+        casts = frozenset(node for node in calls if conversion(node) is not None)
         if casts and all(has_trait(node, Trait.CAST, *_MOVES) for node in calls):
             generated.append((casts, size))
     called = [
