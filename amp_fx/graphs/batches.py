@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from amp_fx.errors import AmpFxError, InputError
@@ -96,8 +97,13 @@ def compiling(program: Callable[..., Any], call: Arguments) -> Iterator[None]:
         raise
     except Exception:
         args, kwargs = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, call)
+        run = program
+        if isinstance(program, nn.Module):
+            # what it writes to its buffers goes to copies
+            buffers = {name: buffer.clone() for name, buffer in program.named_buffers()}
+            run = lambda *args, **kwargs: functional_call(program, buffers, args, kwargs)  # noqa: E731  # one call
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-            called(program, *args, **kwargs)
+            called(run, *args, **kwargs)
         raise
 
 
