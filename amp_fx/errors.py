@@ -27,7 +27,7 @@ class InputError(AmpFxError, TypeError):
 
 
 class ExportError(AmpFxError):
-    """An exported file cannot be written, or a runtime refuses it, or it computes something else; names the node."""
+    """A program cannot be exported, or a file not written, or a runtime refuses it, or it computes something else."""
 
 
 class ScalerError(AmpFxError, ValueError):

@@ -19,7 +19,7 @@ from amp_fx.calibration.meter import Meter, measure
 from amp_fx.calibration.ranges import Ranges
 from amp_fx.calibration.traced import MeasuredGraph, TargetGraph, read_matmuls
 from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError, TargetError
-from amp_fx.graphs.batches import call_of
+from amp_fx.graphs.batches import call_of, compiling
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
@@ -173,7 +173,8 @@ class _Graphs:
                     self._low, scale, of_outputs=not self._training, level=self.level, scales=scales
                 )
                 self._meters.append(meter)
-                measure(step, meter, compiled, probes)
+                with compiling(step.model, step.call):
+                    measure(step, meter, compiled, probes)
         if not self.traced:
             raise AmpFxError(
                 "Dynamo made no graph that amp_fx rewrites; nothing was measured. "
@@ -189,7 +190,7 @@ class _Graphs:
         ranges = Ranges()
         self._meters.append(Meter(self._low, 1.0, of_outputs=True, level=self.level, ranges=ranges))
         for step in steps:
-            with step.returned(compiled):
+            with compiling(step.model, step.call), step.returned(compiled):
                 pass
         self._meters.pop()
         return ranges.scales()

@@ -35,6 +35,9 @@ Key = tuple[int, str, str]
 #: graph, call, role of the matmul, operand
 RoleKey = tuple[int, str, str, str]
 
+#: what torch says where an op has no derivative, or that has none; the last where another library registered the op
+_NO_DERIVATIVE = "not implemented", "does not support", "no autograd formula was registered"
+
 K = TypeVar("K", bound=Hashable)
 
 
@@ -201,6 +204,11 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) 
 def _units(step: Step, returned: Any) -> tuple[list[Tensor], float]:
     """The outputs, each divided by its norm, and the norm of all of that."""
     outputs = [output for output in step.outputs(returned).values() if output.requires_grad]
+    if not outputs:
+        raise AmpFxError(
+            "no traced code leads to an output of the model: there is nothing to plan. amp_fx.explain(model, *args) "
+            "says what is not compiled, and why."
+        )
     norms = [output.detach().double().norm().item() for output in outputs]
     if not any(norms) or not all(map(math.isfinite, norms)):
         raise AmpFxError(
@@ -251,8 +259,9 @@ def _differentiable(meter: Meter) -> Iterator[None]:
                 "calibrate differentiates the model, and one of these writes in place to what its derivatives read: "
                 f"{lines}. Make a new value there: x = x + y, not x += y."
             ) from error
-        if "not implemented" in str(error) or "does not support" in str(error):
+        if any(text in str(error) for text in _NO_DERIVATIVE):
             raise AmpFxError(
-                f"the model cannot be differentiated as often as calibrate needs: {error}"
+                f"the model cannot be differentiated as often as calibrate needs: {str(error).rstrip('.')}."
+                + ("" if meter.of_outputs else " of='outputs' needs one derivative less.")
             ) from error
         raise

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
+import inspect
 import json
 import os
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +19,8 @@ from typing import Any, TextIO
 import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
+from amp_fx.graphs.batches import raised
+from amp_fx.reports.figures import check_figure
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,38 @@ class Loaded:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def named(self) -> dict[str, Any] | None:
+        """All inputs by the names that ``forward`` has for them; None where it does not take them so."""
+        try:
+            signature = inspect.signature(self.model.forward)
+            found = dict(signature.bind(*self.args, **self.kwargs).arguments)
+        except (TypeError, ValueError):
+            return None
+        kinds = {name: signature.parameters[name].kind for name in found}
+        if {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL} & set(kinds.values()):
+            return None
+        for name in [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]:
+            found |= found.pop(name)
+        return found
+
     def batch(self, command: str) -> Any:
         """The inputs as one batch, for a function that takes no keyword arguments beside positional ones."""
-        if self.args and self.kwargs:
+        if not (self.args and self.kwargs):
+            return self.kwargs or self.args
+        if self.named is None:
             raise AmpFxError(
-                f"{command} takes a model called with positional or with keyword arguments, not both."
+                f"{command} takes a model called with positional or with keyword arguments, or whose forward has a "
+                "name for each."
             )
-        return self.kwargs or self.args
+        return self.named
+
+    @property
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs for a function whose options have names of their own, which ``forward`` may have as well."""
+        if self.kwargs and self.named is not None:
+            return (self.named,), {}
+        return self.args, self.kwargs
 
 
 def load_model(text: str) -> Loaded:
@@ -41,7 +70,8 @@ def load_model(text: str) -> Loaded:
 
     ``args`` is a tuple, or one tensor. The working directory is searched, too.
     """
-    made = import_callable(text)()
+    with users(text):
+        made = import_callable(text)()
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module):
         model, args, *rest = made
         args = (args,) if isinstance(args, torch.Tensor) else args
@@ -76,26 +106,44 @@ def load_program(path: str) -> Loaded:
 def import_callable(text: str) -> Callable[..., Any]:
     """Imports what ``package.module:callable`` names. The working directory is searched, too."""
     module_name, _, name = text.partition(":")
+    folder = os.getcwd()
     if module_name.endswith(".py"):
         # a path, as a shell completes it
-        module_name = ".".join(Path(module_name[:-3]).parts)
+        path = Path(os.path.relpath(module_name))
+        if name and not path.is_file():
+            raise AmpFxError(f"there is no file {module_name!r}.")
+        if path.parts[0] == os.pardir:
+            folder, path = str(path.parent.resolve()), Path(path.name)
+        module_name = ".".join(path.with_suffix("").parts)
     if not module_name or not name:
         raise AmpFxError(f"{text!r} is not of the form package.module:callable, as in models.gpt:make_gpt.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise AmpFxError(
-            f"there is no module {error.name!r}; give one that can be imported from here."
-        ) from error
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with users(f"the import of {module_name}"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise AmpFxError(
+                f"there is no module {error.name!r}; give one that can be imported from here."
+            ) from error
     make = getattr(module, name, None)
     if not callable(make):
-        hint = did_you_mean(name, vars(module))
+        hint = did_you_mean(name, [key for key, value in vars(module).items() if callable(value)])
         raise AmpFxError(f"module {module_name!r} has no callable {name!r}.{hint}")
     return make
+
+
+@contextlib.contextmanager
+def users(what: str) -> Iterator[None]:
+    """Code of the user's own that prepares a model: what it raises is told in one line, with its place."""
+    try:
+        yield
+    except AmpFxError:
+        raise
+    except Exception as error:
+        raise AmpFxError(f"{what} fails: {raised(error)}.") from error
 
 
 def literal(text: str) -> dict[str, Any]:
@@ -123,6 +171,13 @@ def writable(*paths: str | None) -> None:
             raise AmpFxError(f"{str(path)!r} cannot be written: there is no folder '{path.parent}'.")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise AmpFxError(f"{str(path)!r} cannot be written: permission denied.")
+
+
+def figure_writable(path: str | None, *also: str) -> None:
+    """Raises AmpFxError for a figure that cannot be written, or a file that is none nor of the suffixes ``also``."""
+    writable(path)
+    if path:
+        check_figure(Path(path), *also)
 
 
 def paint(text: str, stream: TextIO) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -14,7 +15,16 @@ import torch
 
 import amp_fx
 from amp_fx._torch import compile_package
-from amp_fx.cli.inputs import Loaded, import_callable, load_model, paint, say, writable
+from amp_fx.cli.inputs import (
+    Loaded,
+    figure_writable,
+    import_callable,
+    load_model,
+    paint,
+    say,
+    users,
+    writable,
+)
 from amp_fx.cli.report_commands import add_command
 from amp_fx.errors import AmpFxError
 from amp_fx.exporting.converting import CHOICES
@@ -93,9 +103,14 @@ def calibrate(args: argparse.Namespace) -> None:
       %(prog)s train:build --policy fp8 --target cuda:h100 --budget 8 --plan plan.json
       %(prog)s serve:build --of outputs --policy int8 --budget 2 --plan plan.json
     """
-    writable(args.output, args.figure, args.plan)
+    figure_writable(args.output, ".json", ".html")
+    figure_writable(args.figure, ".json", ".html")
+    writable(args.plan)
     loaded = load_model(args.model)
-    batches: Any = import_callable(args.batches)() if args.batches else None
+    batches: Any = None
+    if args.batches:
+        with users(args.batches):
+            batches = import_callable(args.batches)()
     passed_on = ("dtype", "profile", "target", "scale", "policy", "fp8")
     found = amp_fx.calibrate(
         loaded.model,
@@ -116,7 +131,9 @@ def calibrate(args: argparse.Namespace) -> None:
 
 
 def _budget(text: str) -> str | float:
-    return text if text == "autocast" else float(text)
+    if text == "autocast":
+        return text
+    return _number(text, 0.0, "autocast, or a number from 0 on")
 
 
 def export(args: argparse.Namespace) -> None:
@@ -192,6 +209,7 @@ def profile(args: argparse.Namespace) -> None:
       %(prog)s --device cuda --seconds 10 -o h200.json
       %(prog)s --json | jq .peak
     """
+    writable(args.output)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     measured = measure(device, args.seconds, say)
     output = args.output
@@ -215,10 +233,14 @@ def profile(args: argparse.Namespace) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    return _number(text, math.ulp(0.0), "a positive number")
+
+
+def _number(text: str, least: float, valid: str) -> float:
+    with contextlib.suppress(ValueError):
+        if least <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not {valid}")
 
 
 def _rate(profile: DeviceProfile, dtype: str) -> str:

@@ -10,7 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import amp_fx
-from amp_fx.cli.inputs import Loaded, import_callable, literal, load_model, load_program, paint, say, writable
+from amp_fx.cli.inputs import (
+    Loaded,
+    figure_writable,
+    import_callable,
+    literal,
+    load_model,
+    load_program,
+    paint,
+    say,
+    writable,
+)
 from amp_fx.comparison.comparing import AGAINST
 from amp_fx.errors import AmpFxError
 from amp_fx.reports.report import SUFFIXES, Report, check_suffix
@@ -132,7 +142,7 @@ def histogram(args: argparse.Namespace) -> None:
       %(prog)s train:build --loss train:loss -o histogram.png
       %(prog)s train:build --json | jq .loss_scale
     """
-    writable(args.output)
+    figure_writable(args.output, ".json")
     loaded = _load(args.model)
     loss = import_callable(args.loss) if args.loss else None
     found = amp_fx.histogram(loaded.model, loaded.batch("histogram"), loss)
@@ -173,15 +183,16 @@ def compare(args: argparse.Namespace) -> None:
     """
     _check_files(args.output)
     loaded = load_model(args.model)
+    given, named = loaded.call
     found = amp_fx.compare(
         loaded.model,
-        *loaded.args,
+        *given,
         loss=import_callable(args.loss) if args.loss else None,
         against=args.against,
         options=args.options,
         calls=args.calls,
         scale=args.scale,
-        **loaded.kwargs,
+        **named,
     )
     _print(str(found), found.to_dict(), args.json)
     for path in args.output:
@@ -208,7 +219,8 @@ def _report(spec: str, options: dict[str, Any], target: str | None = None) -> Re
             raise AmpFxError(f"{spec!r} is a report already: options are for a MODEL, and so is a target.")
         return Report.load(spec)
     loaded = _load(spec)
-    return amp_fx.explain(loaded.model, *loaded.args, options=options, target=target, **loaded.kwargs)
+    given, named = loaded.call
+    return amp_fx.explain(loaded.model, *given, options=options, target=target, **named)
 
 
 def _print(text: str, data: Any, as_json: bool) -> None:

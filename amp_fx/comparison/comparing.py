@@ -22,10 +22,9 @@ from amp_fx.calibration.calibrating import loss_scale
 from amp_fx.comparison.comparison import Comparison, call_errors, culprit_call, module_errors, verdict
 from amp_fx.comparison.judging import Culprit, distances, findings, remedy
 from amp_fx.comparison.running import Compiled, Observed, OneByOne, without_scaler
-from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
-from amp_fx.graphs.batches import arguments_of
+from amp_fx.errors import AmpFxError, OptionsError, did_you_mean
+from amp_fx.graphs.batches import arguments_of, called
 from amp_fx.notices import only_looking
-from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.step import Step, apart, loss_of, relative_error
 from amp_fx.settings import Options
 
@@ -153,7 +152,7 @@ def _step(
         raise AmpFxError(f"compare needs a torch.nn.Module; got {type(model).__name__}.")
     grad = loss is not None or torch.is_grad_enabled()
     step = Step(module, arguments_of(module, batch, kwargs), loss, seed, of_outputs=True, grad=grad)
-    with step.returned(functools.partial(_called, module)) as returned:
+    with step.returned(functools.partial(called, module)) as returned:
         if loss is not None:
             loss_of(returned, loss)
             return replace(step, of_outputs=False)
@@ -161,24 +160,6 @@ def _step(
             loss_of(returned, None)
             return replace(step, of_outputs=False)
     return step
-
-
-def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return module(*args, **kwargs)
-    except Exception as error:
-        # whatever the user's program raises is about what it was called with
-        shapes = ", ".join([*map(_described, args), *(f"{k}={_described(v)}" for k, v in kwargs.items())])
-        raise InputError(
-            f"the model cannot be called with ({shapes}): {type(error).__name__}: {error} Give compare what the model "
-            "takes: compare(model, *batch), with a batch of positional arguments, or a mapping of keyword arguments."
-        ) from error
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{dtype_name(value.dtype)}{list(value.shape)}"
-    return type(value).__name__
 
 
 @dataclass

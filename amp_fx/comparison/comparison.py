@@ -126,7 +126,7 @@ class Comparison:
         for row in self.worst[:_ROWS]:
             gradient = "" if row.gradient_error is None else _error(row.gradient_error)
             precision = short_dtype(row.precision)
-            line = f"  {_named(row.module)[-41:]:<42}{precision:>10}{_error(row.error):>11}{gradient:>11}"
+            line = f"  {_end(_named(row.module), 41):<42}{precision:>10}{_error(row.error):>11}{gradient:>11}"
             lines.append(line.rstrip())
         lines += ["", _clip(f"first not finite: {'none' if first is None else _named(first)}")]
         lines += textwrap.wrap(self._results(), _WIDTH)
@@ -182,6 +182,10 @@ def _finite(data: Any) -> Any:
     if isinstance(data, list):
         return [_finite(value) for value in data]
     return None if data == math.inf else data
+
+
+def _end(text: str, most: int) -> str:
+    return text if len(text) <= most else f"...{text[3 - most :]}"
 
 
 def _named(module: str) -> str:

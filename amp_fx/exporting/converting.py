@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from amp_fx.errors import AmpFxError, OptionsError, did_you_mean, one_of
+from amp_fx.errors import AmpFxError, ExportError, OptionsError, did_you_mean, one_of
 from amp_fx.exporting.program import beyond_range, narrow_ends, new_program, store_low, stored_weights, tied
-from amp_fx.graphs.batches import inputs_of
+from amp_fx.graphs.batches import compiling, inputs_of, raised
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
@@ -67,13 +67,23 @@ def export(
 
     Raises:
         InputError: the model does not take the inputs.
+        ExportError: torch.export does not take the model.
         OptionsError, CaptureError, PassError: see :func:`convert`.
     """
     opts, own = _parse(options)
     given, named = inputs_of(model, args, kwargs)
     # plans of graphs that are called without gradients are about what is traced so
-    with torch.set_grad_enabled(torch.is_grad_enabled() and opts.plan is None):
-        program = torch.export.export(model, given, named, dynamic_shapes=dynamic_shapes)
+    is_trained = torch.is_grad_enabled() and opts.plan is None
+    try:
+        with compiling(model, (given, named)), torch.set_grad_enabled(is_trained):
+            program = torch.export.export(model, given, named, dynamic_shapes=dynamic_shapes)
+    except AmpFxError:
+        raise
+    except Exception as error:
+        # nothing of amp_fx has run yet
+        raise ExportError(
+            f"torch.export.export(model, args, kwargs) fails on the model: {raised(error)}."
+        ) from error
     return _convert(program, opts, own, keep_io_dtypes)
 
 

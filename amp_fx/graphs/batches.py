@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
-from amp_fx.errors import InputError
+from amp_fx.errors import AmpFxError, InputError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_WHAT_A_BATCH_IS = (
+    "A batch is a tuple of positional arguments, a mapping of keyword arguments, or the only argument."
+)
+_IMPORTING = Path(importlib.__file__).parent, "<frozen"
+#: folders whose lines say nothing about what is wrong in a user's program
+_NOT_THE_USERS = tuple(
+    str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[1], *_IMPORTING)
+)
 
 
 def call_of(program: Callable[..., Any], batch: Any) -> Arguments:
@@ -19,11 +35,14 @@ def call_of(program: Callable[..., Any], batch: Any) -> Arguments:
     What the program does not take apart is its only argument as it is: ``forward(self, pair)`` takes a pair. InputError
     for what it takes in no way.
     """
-    calls: list[Arguments] = [((batch,), {})]
+    calls: list[Arguments] = []
     if isinstance(batch, Mapping):
-        calls.insert(0, ((), {str(name): value for name, value in batch.items()}))
+        calls.append(((), {str(name): value for name, value in batch.items()}))
     elif isinstance(batch, (tuple, list)):
-        calls.insert(0, (tuple(batch), {}))
+        calls.append((tuple(batch), {}))
+    # an empty one has no arguments, and is none
+    if not calls or batch:
+        calls.append(((batch,), {}))
     return _first_taken(program, calls)
 
 
@@ -55,7 +74,53 @@ def _first_taken(program: Callable[..., Any], calls: Sequence[Arguments]) -> Arg
     args, kwargs = calls[0]
     given = ", ".join([*(type(value).__name__ for value in args), *(f"{name}=" for name in kwargs)])
     name = getattr(program, "__name__", type(program).__name__)
-    raise InputError(
-        f"{name} takes {signature}, not ({given}): {errors[0]}. A batch is a tuple of positional arguments, a mapping "
-        "of keyword arguments, or the only argument."
-    )
+    raise InputError(f"{name} takes {signature}, not ({given}): {errors[0]}. {_WHAT_A_BATCH_IS}")
+
+
+def called(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a user's program returns; whatever it raises is an InputError, which says what it was called with."""
+    try:
+        return program(*args, **kwargs)
+    except Exception as error:
+        shapes = ", ".join([*map(_described, args), *(f"{k}={_described(v)}" for k, v in kwargs.items())])
+        raise InputError(
+            f"the model cannot be called with ({shapes}): {raised(error)}. {_WHAT_A_BATCH_IS}"
+        ) from error
+
+
+@contextlib.contextmanager
+def compiling(program: Callable[..., Any], call: Arguments) -> Iterator[None]:
+    """Where what is done to a program inside fails, and the program itself as well, that is an InputError."""
+    try:
+        yield
+    except AmpFxError:
+        raise
+    except Exception:
+        args, kwargs = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, call)
+        run = program
+        if isinstance(program, nn.Module):
+            # what it writes to its buffers goes to copies
+            buffers = {name: buffer.clone() for name, buffer in program.named_buffers()}
+            run = lambda *args, **kwargs: functional_call(program, buffers, args, kwargs)  # noqa: E731  # one call
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            called(run, *args, **kwargs)
+        raise
+
+
+def raised(error: BaseException) -> str:
+    """An error of a user's code in one line, with the place where it was raised, or torch was called."""
+    # what torch adds from the second paragraph on is about its own logs
+    text = " ".join(str(error).strip().partition("\n\n")[0].split()).rstrip(".")
+    frames = [
+        row
+        for row in traceback.extract_tb(error.__traceback__)
+        if not row.filename.startswith(_NOT_THE_USERS)
+    ]
+    place = f" [{Path(frames[-1].filename).name}:{frames[-1].lineno}]" if frames else ""
+    return f"{type(error).__name__}{text and f': {text}'}{place}"
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__

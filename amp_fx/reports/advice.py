@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,10 @@ from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import unused_rules
 from amp_fx.policy import OpClass, Policy
 
-#: the kinds of advice about code that never became a graph, and about a rule that matches nothing
-NOT_COMPILED, UNUSED_RULE = "not compiled", "rule"
+#: the kinds of advice about code that never became a graph, a rule that matches nothing, and a baseline that fails
+NOT_COMPILED, UNUSED_RULE, NO_AUTOCAST = "not compiled", "rule", "autocast"
+#: namespaces whose ops multiply nothing, or have a formula
+_OF_TORCH = ("prims", "rngprims", "_c10d_functional", "c10d_functional", "quantized_decomposed", "amp_fx")
 #: tensor cores read operands in rows of 16 bytes
 _ALIGNMENT = 8
 #: share of a weight that may become zero in fp16 before it is worth a line
@@ -62,6 +64,7 @@ def advise(plans: Sequence[Plan]) -> list[Advice]:
         *(Advice("fallback", f"graph {plan.graph} is not rewritten: {plan.fallback}") for plan in fallbacks),
         *(Advice(UNUSED_RULE, text) for text in unused_rules(plans)),
         *_untouched(forward),
+        *_uncounted(plans),
         *_fused_layers(forward),
         *_islands(forward),
         *_unaligned(forward),
@@ -80,6 +83,12 @@ def _fused_layers(plans: Sequence[Plan]) -> list[Advice]:
     )
     remedy = "torch.backends.mha.set_fastpath_enabled(False), before the first call, has their parts compiled"
     return [Advice("fused layer", text, remedy=remedy)]
+
+
+def autocast_fails(graphs: Iterable[str]) -> Advice:
+    """What the numbers beside amp_fx's are where torch.autocast does not run."""
+    text = f"Graph {', '.join(graphs)} is in fp32 in its column: torch.autocast fails on it"
+    return Advice(NO_AUTOCAST, text)
 
 
 def scaling_advice(plans: Sequence[Plan]) -> list[Advice]:
@@ -180,7 +189,9 @@ def kept_lines(kept: dict[str, list[CastPlan]]) -> list[str]:
     lines = []
     for row in kept_data(kept):
         times = f"{row['kernels']} x " if row["kernels"] > 1 else ""
-        lines.append(f"{times}{row['why'] or row['example']}, {row['bytes'] / 1e6:.3g} MB")
+        # a place is last in a line
+        what, bracket, place = (row["why"] or row["example"]).partition(" [")
+        lines.append(f"{times}{what}, {row['bytes'] / 1e6:.3g} MB{bracket}{place}")
     return lines
 
 
@@ -217,6 +228,18 @@ def _untouched(plans: Sequence[Plan]) -> list[Advice]:
         " program casts"
     )
     return [Advice("torch.func", text)]
+
+
+def _uncounted(plans: Sequence[Plan]) -> list[Advice]:
+    """Ops of other libraries, which may multiply matrices: no formula says how many operations they have."""
+    found: dict[str, Counter[str]] = {}
+    for row in (row for plan in plans for row in plan.nodes):
+        namespace, is_named, _ = row.op.rpartition("::")
+        if is_named and namespace not in _OF_TORCH and row.computed is not None and not row.flops:
+            found.setdefault(row.op, Counter()).update([dtype_name(row.computed)])
+    calls = [f"{times} x {op} in {dtype}" for op, row in found.items() for dtype, times in row.items()]
+    text = f"FLOPs of other libraries' ops are not counted: {', '.join(calls)}"
+    return [Advice("uncounted", text)] if calls else []
 
 
 def _islands(plans: Sequence[Plan]) -> list[Advice]:

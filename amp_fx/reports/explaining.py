@@ -30,13 +30,20 @@ from amp_fx._torch import (
     unwrapped_errors,
 )
 from amp_fx.errors import AmpFxError
-from amp_fx.graphs.batches import arguments_of
+from amp_fx.graphs.batches import arguments_of, compiling
 from amp_fx.graphs.values import tensors
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.sensitivity import Sensitivity, add_sensitivities
 from amp_fx.policy.table import DEVICES
-from amp_fx.reports.advice import NOT_COMPILED, Advice, layout_advice, scaling_advice, weight_advice
+from amp_fx.reports.advice import (
+    NOT_COMPILED,
+    Advice,
+    autocast_fails,
+    layout_advice,
+    scaling_advice,
+    weight_advice,
+)
 from amp_fx.reports.lowered import LoweredGraphs, autocast_backend, casts_by_module
 from amp_fx.reports.report import Report, record
 from amp_fx.reports.step import apart, entry_of, plain, untouched
@@ -114,7 +121,12 @@ def explain(
     with progress("explain: compiling as far as fusion, with amp_fx and with torch.autocast"):
         report = _here(call) if target is None else _on_target(call, target)
     plans, weights = report.plans, call.parameters
-    notes = [*call.left_out(plans), *weight_advice(plans, weights), *layout_advice(plans, weights)]
+    notes = [
+        *report.notes,
+        *call.left_out(plans),
+        *weight_advice(plans, weights),
+        *layout_advice(plans, weights),
+    ]
     if parsed.scaler is None:
         notes += scaling_advice(plans)
     return replace(
@@ -203,10 +215,13 @@ def _compared(
     ours.complete(recording.plans)
     if not with_autocast:
         return Report(recording.plans, costs={"amp_fx": ours.cost})
-    theirs = lower(autocast_backend(options))
+    failed: dict[str, None] = {}
+    theirs = lower(autocast_backend(options, failed))
+    notes = [autocast_fails(failed)] if failed else []
     graphs = {"torch.autocast": theirs.graphs, "amp_fx": ours.graphs}
     costs = {"amp_fx": ours.cost, "torch.autocast": theirs.cost}
-    return Report(recording.plans, costs=costs, modules=casts_by_module(graphs, recording.plans))
+    modules = casts_by_module(graphs, recording.plans)
+    return Report(recording.plans, costs=costs, notes=notes, modules=modules)
 
 
 def _here(call: _Call) -> Report:
@@ -229,6 +244,7 @@ def _here(call: _Call) -> Report:
         with (
             call.traced_anew(),
             untouched(call.program, call.args, call.kwargs) as (given, named),
+            compiling(call.program, (call.args, call.kwargs)),
             replace_inner_compile(found.inner_compile),
         ):
             result = torch.compile(entry, backend=compile_or_forget)(*given, **named)
@@ -249,7 +265,12 @@ def _on_target(call: _Call, target: str) -> Report:
         if (copies := without_data(*whole)) is not None:
             program, context = copies[0], contextlib.nullcontext(copies[1:])
         entry = entry_of(program)
-        with only_looking(), call.traced_anew(), context as (given, named):
+        with (
+            only_looking(),
+            call.traced_anew(),
+            context as (given, named),
+            compiling(program, (given, named)),
+        ):
             torch.compile(entry, backend=tracer)(*given, **named)
         return process.call("amp_fx.reports.explaining:compiled_graphs", tracer.graphs, dict(call.options))
 

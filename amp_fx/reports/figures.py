@@ -33,12 +33,18 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def check_figure(path: Path, *also: str) -> None:
+    """Raises AmpFxError for a file that is no figure; ``also`` are valid suffixes that the caller writes itself."""
+    if (suffix := path.suffix.lower()) in also:
+        return
+    valid = [*also, *(f".{name}" for name in sorted(new_figure(1, 1).canvas.get_supported_filetypes()))]
+    if suffix not in valid:
+        raise AmpFxError(f"cannot write {path.name!r}; valid suffixes: {', '.join(valid)}.")
+
+
 def save_figure(figure: Figure, path: Path, *also: str) -> None:
-    """Writes a figure in the format of the path's suffix; ``also`` are valid suffixes that the caller writes itself."""
-    valid = figure.canvas.get_supported_filetypes()
-    if path.suffix.lower().removeprefix(".") not in valid:
-        suffixes = [*also, *(f".{suffix}" for suffix in sorted(valid))]
-        raise AmpFxError(f"cannot write {path.name!r}; valid suffixes: {', '.join(suffixes)}.")
+    """Writes a figure in the format of the path's suffix, see :func:`check_figure`."""
+    check_figure(path, *also)
     figure.savefig(path)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from amp_fx.errors import AmpFxError
-from amp_fx.graphs.batches import call_of
+from amp_fx.graphs.batches import call_of, called
 from amp_fx.graphs.values import tensors
 from amp_fx.plans.files import as_data, write_text
 from amp_fx.reports.counting import FORMATS, Counts
@@ -65,6 +65,8 @@ class Histogram:
     def __str__(self) -> str:
         gradients, scale = self.total(), self.total().loss_scale()
         lines = [f"{self.title}: {gradients.nonzero} gradients that are not zero"]
+        if gradients.nonfinite:
+            lines[0] += f", and {gradients.nonfinite} that are infinite or not a number"
         for dtype in FORMATS:
             over = ", the largest overflows" if gradients.overflows(dtype) else ""
             lines.append(
@@ -142,7 +144,7 @@ def histogram(
     leaves = [each for each in program.named_modules() if next(each[1].children(), None) is None]
     handles = [module.register_forward_hook(partial(observe, name)) for name, module in leaves]
     try:
-        gradients = step.results()
+        gradients = step.results(partial(called, program))
     finally:
         for handle in handles:
             handle.remove()

@@ -43,8 +43,12 @@ from amp_fx.settings import Options
 _MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
 
 
-def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callable[..., Any]]:
+def autocast_backend(
+    options: Mapping[str, Any] | None, failed: dict[str, None] | None = None
+) -> Callable[..., Callable[..., Any]]:
     """A backend for ``torch.compile`` to compare with: torch.autocast with the results that amp_fx has.
+
+    Graphs on which autocast fails are in fp32; their names are added to ``failed``.
 
     Autocast itself leaves some outputs in the low dtype, and stock ``torch.compile`` traces the backward under
     autocast, which rounds more than eager autocast does (pytorch#153044): both would move fewer bytes for other
@@ -54,8 +58,10 @@ def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callabl
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         ambient = ambient_regions({device: opts.low_dtype(device) for device in listed_devices(gm)})
+        if (lowered := under_autocast(gm, ambient)) is gm and failed is not None:
+            failed[compile_id()] = None
         with autocast_shield():
-            return compile_with_inductor(under_autocast(gm, ambient), example_inputs, {})
+            return compile_with_inductor(lowered, example_inputs, {})
 
     return compile_graph
 
@@ -172,7 +178,7 @@ def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
     generated = []
     for origins, size in lowered.generated:
         calls = [node for node in origins if node.op == "call_function"]
-        casts = frozenset(node for node in calls if has_trait(node, Trait.CAST))
+        casts = frozenset(node for node in calls if conversion(node) is not None)
         if casts and all(has_trait(node, Trait.CAST, *_MOVES) for node in calls):
             generated.append((casts, size))
     called = [

@@ -136,7 +136,11 @@ class Report:
     def __str__(self) -> str:
         head = [text.heading(self.title, self.plans)]
         if self.plans:
-            head += [*text.verdict(self.plans, self.costs, self.device), "", *text.share_lines(self.shares())]
+            head += [
+                *text.verdict(self.plans, self.costs, self.device, self.notes),
+                "",
+                *text.share_lines(self.shares()),
+            ]
             head += ["", *text.cost_lines(self.compared(), self.held, is_measured=bool(self.costs))]
         kept = kept_lines(self.kept)
         return text.screen(head, text.findings(self.plans, kept, self.graph_breaks, self.advice, len(head)))

@@ -18,6 +18,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from amp_fx._torch import autocast_disabled
 from amp_fx.errors import AmpFxError, OptionsError
+from amp_fx.graphs.batches import raised
 
 #: gradients of parameters by name, or outputs by place: fp32, or fp64 where the model is
 Results = dict[str, Tensor]
@@ -91,7 +92,7 @@ class Step:
 
     def outputs(self, returned: Any) -> Results:
         """The floating tensors that count of what a call has returned, by their places; AmpFxError for none."""
-        chosen = returned if self.pick is None else self.pick(returned)
+        chosen = returned if self.pick is None else _applied(self.pick, returned)
         found = {
             keystr(path): leaf
             for path, leaf in tree_leaves_with_path(plain(chosen))
@@ -165,7 +166,7 @@ def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> 
 
 def loss_of(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     """The loss in what a model returned; AmpFxError where there is none, or it depends on no parameter."""
-    value = getattr(result, "loss", result) if loss is None else loss(result)
+    value = getattr(result, "loss", result) if loss is None else _applied(loss, result)
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = (
             f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -178,6 +179,17 @@ def loss_of(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if not value.requires_grad:
         raise AmpFxError(_NO_GRADIENT)
     return value
+
+
+def _applied(function: Callable[[Any], Any], returned: Any) -> Any:
+    """What a user's function makes of what the model returned."""
+    try:
+        return function(returned)
+    except Exception as error:
+        kind = type(returned).__name__
+        raise AmpFxError(
+            f"the function of what the model returned cannot be called with {kind}: {raised(error)}."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from amp_fx.graphs.calls import short_source
 from amp_fx.plans.plan import Cost, InputPlan, Plan, dtype_name
-from amp_fx.reports.advice import NOT_COMPILED, UNUSED_RULE, Advice
+from amp_fx.reports.advice import NO_AUTOCAST, NOT_COMPILED, UNUSED_RULE, Advice
 from amp_fx.viz.words import more_bytes, size
 
 #: the first screen: lines, and characters in a line where there is no terminal that has fewer
@@ -42,7 +43,9 @@ def heading(title: str, plans: Sequence[Plan]) -> str:
     return f"amp_fx {title}".rstrip() + f": {graphs}, policy {policy}"
 
 
-def verdict(plans: Sequence[Plan], costs: Mapping[str, Cost], device: str) -> list[str]:
+def verdict(
+    plans: Sequence[Plan], costs: Mapping[str, Cost], device: str, advice: Sequence[Advice]
+) -> list[str]:
     """What a step moves beside torch.autocast, in one sentence; nothing where nobody counted."""
     ours, theirs = (costs.get(name) for name in ("amp_fx", "torch.autocast"))
     if ours is None or theirs is None or not ours.moved or not theirs.moved:
@@ -55,6 +58,7 @@ def verdict(plans: Sequence[Plan], costs: Mapping[str, Cost], device: str) -> li
         text = more
     if ours.kernels is not None and theirs.kernels and ours.kernels < theirs.kernels:
         text += f", with {ours.kernels} of its {theirs.kernels} cast kernels"
+    text += "".join(f". {row.text}" for row in advice if row.kind == NO_AUTOCAST)
     if device == "cpu":
         text += ". What a GPU would do: target='cuda:h100'"
     return textwrap.wrap(f"{text[0].upper()}{text[1:]}.", _columns())
@@ -104,7 +108,9 @@ def findings(
         _block("unused rules", [row.text for row in advice if row.kind == UNUSED_RULE], 3),
         _block("graph breaks", [f"{n} times {why}" if n > 1 else why for why, n in counted], 3),
     ]
-    others = [str(row) for row in advice if row.kind not in ("graph break", NOT_COMPILED, UNUSED_RULE)]
+    others = [
+        str(row) for row in advice if row.kind not in ("graph break", NO_AUTOCAST, NOT_COMPILED, UNUSED_RULE)
+    ]
     return [*blocks, _block("advice", others, min(4, _LINES - taken - sum(map(len, blocks)) - 1))]
 
 
@@ -166,8 +172,13 @@ def _clip(line: str, width: int) -> str:
     if len(text) <= width:
         return line
     head, bracket, place = text.rpartition(" [")
-    end = f"{bracket}{place}" if text.endswith("]") and len(place) < width // 2 else ""
-    text = head if end else text
+    end = ""
+    if text.endswith("]") and bracket:
+        # the folders of a library say less than the line in it
+        place = place if len(place) < width // 2 else f"{short_source(place[:-1])[: width // 2]}]"
+        text, end = head, f"{bracket}{place}"
+        if len(text) + len(end) <= width:
+            return f"{text}{end}{' ' if options else ''}{options}{rest}"
     return f"{text[: width - 4 - len(end)]}...{end}{' ' if options else ''}{options}{rest}"
 
 

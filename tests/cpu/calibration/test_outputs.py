@@ -139,6 +139,9 @@ CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "weights of classes of log-probabilities": lambda x: F.nll_loss(x.log_softmax(1), _CLASSES, _WEIGHTS),
     "weights of labels": lambda x: F.binary_cross_entropy(x.sigmoid(), _SHARES, _WEIGHTS),
     "weights of positive labels": lambda x: F.binary_cross_entropy_with_logits(x, _SHARES, None, pos_weight=_WEIGHTS),
+    "a count in integers": lambda x: (
+        x * torch.histc(x.argmax(1).float(), 8, 0, 7).cumsum(0, dtype=torch.int32)
+    ).square().mean(),
     "signs": lambda x: F.soft_margin_loss(x, _SHARES.round() * 2 - 1),
     "statistics of instances": lambda x: F.instance_norm(
         x[None], _WEIGHTS[:4], _WEIGHTS[4:], use_input_stats=False
@@ -155,6 +158,28 @@ def test_what_has_no_gradient_is_no_hindrance(of: Any, call: str) -> None:
     linear, x = nn.Linear(8, 8), torch.randn(4, 8)
     model = Parts(lambda m, x: CONSTANTS[call](m.linear(x)), linear=linear)
     assert 1e-5 < amp_fx.calibrate(model, x, of=of, profile="off").autocast_error < 1e-1
+
+
+@torch.library.custom_op("amp_fx_tests::grown_back", mutates_args=())
+def grown_back(gradient: Tensor) -> Tensor:
+    return gradient * 3
+
+
+@torch.library.custom_op("amp_fx_tests::grown", mutates_args=())
+def grown(x: Tensor) -> Tensor:
+    return x * 3
+
+
+grown.register_autograd(lambda ctx, gradient: grown_back(gradient))
+for op in (grown, grown_back):
+    op.register_fake(torch.empty_like)
+
+
+def test_an_op_of_another_library_whose_derivative_has_none_is_measured_by_outputs_and_else_named() -> None:
+    model, x = Parts(lambda m, x: grown(m.up(x)).square().mean(), up=nn.Linear(8, 8)), torch.randn(4, 8)
+    with pytest.raises(AmpFxError, match=r"differentiated.*grown_back.*of='outputs'"):
+        amp_fx.calibrate(model, x, profile="off")
+    assert amp_fx.calibrate(model, x, of="outputs", profile="off").autocast_error > 0
 
 
 def parted(between: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -189,6 +214,10 @@ def test_graphs_before_a_break_count_and_before_code_that_is_not_traced_are_as_a
     assert "not known" in caplog.text
     strict = found.plan(error=0.0, verify=False)
     assert [[row.dtype is row.low for row in plan.nodes] for plan in strict.plans] == [[True], [False]]
+    with pytest.raises(AmpFxError, match="no traced code leads to an output"):
+        amp_fx.calibrate(
+            Parts(lambda m, x: not_traced(m.up(x)), up=nn.Linear(8, 8)), torch.randn(4, 8), of="outputs"
+        )
 
 
 def test_a_gpu_that_is_not_there_is_planned_for(model: Any) -> None:

@@ -228,6 +228,30 @@ def test_autocast_is_compared_at_equal_results() -> None:
     assert {node.meta["val"].dtype for node in products} == {torch.float32}
 
 
+def test_cast_kernels_are_those_that_are_listed_and_conversions_of_integers_are_none() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.table(x.long()) + m.places.weight[: x.shape[1]])
+
+    model = Parts(run, table=nn.Embedding(256, 32), places=nn.Embedding(8, 32), head=nn.Linear(32, 256))
+    report = explained(model, torch.zeros(4, 8, dtype=torch.uint8))
+    cost = report.costs["amp_fx"]
+    assert cost.kernels == sum(map(len, report.kept.values())) > 0
+    assert cost.kernel_bytes == sum(cast.bytes for casts in report.kept.values() for cast in casts)
+
+
+def test_where_autocast_fails_the_report_says_that_it_is_compared_with_fp32() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return torch.zeros(2, 8).scatter_add(0, torch.zeros(4, 8, dtype=torch.int64), m.up(x))
+
+    model = Parts(run, up=nn.Linear(8, 8))
+    with pytest.raises(RuntimeError, match="dtype"), torch.autocast("cpu", torch.bfloat16):
+        model(X)
+    report = explained(model, X)
+    assert "torch.autocast fails on" in str(report)
+    assert report.costs["torch.autocast"].casts == 0 < report.costs["amp_fx"].casts
+    assert "fails" not in str(explained(nn.Linear(8, 8), X))
+
+
 @pytest.mark.usefixtures("group_of_one")
 def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
     model = stacked(*(nn.Linear(512, 512) for _ in range(3)))

@@ -58,6 +58,24 @@ def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
     assert ": dimension 12 is no multiple of 8; 16 would run" in row.text
 
 
+@torch.library.custom_op("amp_fx_tests::multiplied", mutates_args=())
+def multiplied(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+multiplied.register_fake(lambda x, weight: x @ weight)
+
+
+def test_ops_of_other_libraries_are_named_since_flops_leave_them_out() -> None:
+    model = Parts(lambda m, x: multiplied(m.up(x), m.up.weight), up=nn.Linear(16, 16))
+    (row,) = kinds(rewrite(model, X).plan)["uncounted"]
+    assert row.text.endswith("not counted: 1 x amp_fx_tests::multiplied in float32")
+    rule = {"policy": {"rules": [{"op": "amp_fx_tests::multiplied", "precision": "low"}]}}
+    (row,) = kinds(rewrite(model, X, options=rule).plan)["uncounted"]
+    assert row.text.endswith("in bfloat16")
+    assert "uncounted" not in kinds(rewrite(block(), X).plan)
+
+
 def test_an_fp32_island_goes_low_with_its_remedy() -> None:
     model, x = nn.Sequential(nn.Linear(16, 512), nn.Softmax(-1), nn.Linear(512, 16)), torch.randn(512, 16)
     before = rewrite(model, x, device="cuda")

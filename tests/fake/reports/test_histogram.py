@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -176,6 +177,16 @@ def test_the_text_names_the_modules_that_lose_most() -> None:
     rows = {"up": counts(-30, 0, 0), "down": counts(-30), "norm": counts(0)}
     lines = str(Histogram({name: {"weight_gradients": found} for name, found in rows.items()})).splitlines()
     assert [line.split()[:2] for line in lines[-2:]] == [["down", "100.00%"], ["up", "33.33%"]]
+
+
+def test_gradients_that_are_infinite_or_not_a_number_are_told() -> None:
+    model, x = nn.Linear(4, 2), torch.ones(3, 4)
+    text = str(amp_fx.histogram(model, x, torch.sum)).splitlines()[0]
+    assert text == "Linear: 16 gradients that are not zero"
+    x[0, 0] = math.nan
+    text = str(amp_fx.histogram(model, x, torch.sum)).splitlines()[0]
+    # of the weights of one column
+    assert text == "Linear: 14 gradients that are not zero, and 2 that are infinite or not a number"
 
 
 def test_the_figure_shows_where_the_suggested_scale_moves_the_gradients() -> None:

@@ -142,6 +142,11 @@ def test_graph_breaks_are_named(report: Report) -> None:
     lines = [line for line in str(report).splitlines() if "why" in line]
     assert [line[:9] for line in lines] == ["  2 times"] * 2
     assert [line[-15:] for line in lines] == [".. [train.py:0]", ".. [train.py:1]"]
+    # folders go before the line does
+    report.plans = [
+        Plan("0/0", graph_break=f"print [{'/site-packages' * 9}/modeling_llama.py:1610: x = y.item()]")
+    ]
+    assert "  print [modeling_llama.py:1610: x = y.item()]" in str(report).splitlines()
 
 
 def test_a_report_goes_through_json_unchanged(report: Report, tmp_path: Path) -> None:
