@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import networkx as nx
 import torch
 import torch.fx as fx
 
+from amp_fx.graphs.keys import MAY_ROUND
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.network import Network, dtype_as_autocast, place_as_autocast, rounded
 from amp_fx.placement.cost import CostModel
-from amp_fx.placement.cut import HIGH, LOW, Var, solve
+from amp_fx.placement.cut import HIGH, LOW, Problem, Var, solve
 from amp_fx.plans.label import Kind, Label, Reason, label_of
 from amp_fx.plans.plan import NodePlan
 from amp_fx.policy import OpClass
@@ -35,6 +37,8 @@ class Place(Pass):
     4. under policy ``fast``, ops of ``FAST_MAY_ROUND`` (``amp_fx/policy/common.py``) may store low what autocast has in
        fp32, but not what the same kernel reads in fp32.
 
+    Nothing is rounded for its bytes alone: where no low product reads a value or returns it, it stays in fp32.
+
     Costs are those of :class:`amp_fx.placement.cost.CostModel`: copies that reach memory, stand-alone casts,
     arithmetic. A tie goes to fewer casts, then to fewer bytes cast, then, for a view, to what autocast has, then to
     fp32. (Inductor fuses the sum of a bias's gradient with what makes it less often where a view stands behind a cast.)
@@ -57,9 +61,32 @@ class Place(Pass):
         if context.numerics != "eager" and low is not None:
             known = context.profile, context.training, context.folded
             cost = CostModel(gm.graph, *known, writes_attention=not self.stored)
-            moved = _apply(solve(Network(gm.graph, cost, low).build()), placed, low)
+            problem = Network(gm.graph, cost, low).build()
+            labels = solve(problem)
+            _widen_idle(labels, problem)
+            moved = _apply(labels, placed, low)
         low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
         return f"{low_nodes} nodes in the low dtype, {moved} moved by the cut"
+
+
+def _widen_idle(labels: dict[Var, bool], problem: Problem) -> None:
+    """Has in fp32 what is low with no low product on either side: there to round saves bytes at best."""
+    casts = (term for term in problem.shared if term.value is not None)
+    pairs = [*problem.implies, *((term.value, reader) for term in casts for reader in term.readers)]
+    lows = nx.Graph()
+    lows.add_nodes_from(var for var, label in labels.items() if label is LOW)
+    lows.add_edges_from((a, b) for a, b in pairs if a in lows and b in lows)
+    for region in nx.connected_components(lows):
+        if not any(problem.pins.get(var) is LOW or _is_low_itself(var) for var in region):
+            labels |= dict.fromkeys(region, HIGH)
+
+
+def _is_low_itself(var: Var) -> bool:
+    """True for products, and for what policy ``fast`` rounds to save bytes."""
+    if not isinstance(var, fx.Node):
+        return True
+    plan = label_of(var)
+    return bool(var.meta.get(MAY_ROUND)) or (plan is not None and plan.op_class is OpClass.LOW)
 
 
 def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, Label]], low: torch.dtype) -> int:
