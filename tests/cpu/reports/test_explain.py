@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.graph import GraphLowering
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,20 +24,13 @@ from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
-from small_models import Parts, Recurrent, UpDown
-from versions import IS_2_11, UP_TO_2_13, UP_TO_2_14
+from small_models import Parts, UpDown
+from versions import IS_2_11
 
 # tests share a report
 pytestmark = pytest.mark.xdist_group("explain")
 
 OFF = {"profile": "off", "strict": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_code() -> Iterator[None]:
-    refuse = mock.Mock(side_effect=AssertionError("Inductor generates code"))
-    with mock.patch.multiple(GraphLowering, codegen=refuse, compile_to_module=refuse):
-        yield
 
 
 def explained(model: Callable[..., Any], *args: Tensor, **options: Any) -> Report:
@@ -302,58 +293,3 @@ def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     # the default, fp32 where nothing is gained, beside torch.autocast
     assert list(recorded.compared()) == ["amp_fx", "torch.autocast"]
     assert json.loads(json.dumps(recorded.to_dict())) == recorded.to_dict()
-
-
-REMEDY = "    Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
-INNER = Parts(lambda m, x: m.last(m.inner(x)), inner=Recurrent(late=False), last=nn.Linear(8, 8))
-ALONE = nn.LSTM(8, 8, batch_first=True)
-
-
-@pytest.mark.parametrize(
-    ("model", "graphs"),
-    [(Recurrent(late=False), 0), (Recurrent(late=True), 1), (INNER, 1), (ALONE, 0)],
-    ids=["whole", "rest", "inner", "alone"],
-)
-def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Module, graphs: int) -> None:
-    report = explained(model, torch.randn(2, 4, 8))
-    # from torch 2.15 on, the layer alone is left out
-    assert len(of_phase(report, "forward")) == graphs + (not UP_TO_2_14 and model is not ALONE)
-    if not UP_TO_2_14:
-        assert "  Dynamo does not support RNN, GRU, or LSTM. Set " in str(report)
-        return
-    lines = str(report).splitlines()
-    at = lines.index("not compiled: runs eagerly, in the dtypes of its weights")
-    assert "Attempted to wrap RNN, GRU, or LSTM" in lines[at + 1]
-    assert lines[at + 2] == REMEDY
-    assert ("casts in the graphs" in str(report)) == bool(graphs)
-    data = json.loads(json.dumps(report.to_dict()))
-    assert Report.from_dict(data) == report
-    assert [row["kind"] for row in data["summary"]["advice"]][:1] == ["not compiled"]
-
-
-def test_what_of_torchs_own_is_compiled_in_place_is_explained_as_it_runs_and_named() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    model.compile(backend="amp_fx")
-    report = explained(model, torch.randn(2, 4, 8))
-    assert bool(report.plans) is not UP_TO_2_13
-    assert ("Sequential.compile() compiles nothing" in str(report)) is UP_TO_2_13
-    assert ("Use torch.compile(module, backend='amp_fx') instead" in str(report)) is UP_TO_2_13
-    model = stacked(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)), UpDown(8, 16))
-    for module in model.children():
-        for layer in module.children():
-            layer.compile(backend="amp_fx")
-    start = "Sequential.compile() (layers.0 and 2 more) compiles nothing"
-    notes = explained(model, torch.randn(2, 8)).notes
-    assert [row.text.startswith(start) for row in notes] == [True] * UP_TO_2_13
-
-
-def test_a_program_of_which_dynamo_makes_no_graph_says_what_to_look_for_or_names_the_break() -> None:
-    with torch.compiler.set_stance("force_eager"):
-        text = str(explained(UpDown(8, 16), X))
-    assert "0 graphs" in text
-    assert "Dynamo makes no graph of it and gives no reason" in text
-
-    report = explained(Parts(torch.compiler.disable(lambda _, x: x + 1)), X)
-    assert str(report).splitlines()[1] == "nothing was compiled"
-    (reason,) = report.graph_breaks
-    assert "torch.compiler.disable" in reason

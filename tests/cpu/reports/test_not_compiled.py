@@ -1,0 +1,76 @@
+"""``amp_fx.explain`` says what of a program is not compiled, why, and what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx import Report
+from small_models import Parts, Recurrent, UpDown
+from versions import UP_TO_2_13, UP_TO_2_14
+
+
+def explained(model: nn.Module, *args: Tensor) -> Report:
+    return amp_fx.explain(model, *args, options={"profile": "off", "strict": True})
+
+
+REMEDY = "    Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
+INNER = Parts(lambda m, x: m.last(m.inner(x)), inner=Recurrent(late=False), last=nn.Linear(8, 8))
+ALONE = nn.LSTM(8, 8, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "graphs"),
+    [(Recurrent(late=False), 0), (Recurrent(late=True), 1), (INNER, 1), (ALONE, 0)],
+    ids=["whole", "rest", "inner", "alone"],
+)
+def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Module, graphs: int) -> None:
+    report = explained(model, torch.randn(2, 4, 8))
+    # from torch 2.15 on, the layer alone is left out
+    assert sum(plan.phase == "forward" for plan in report.plans) == graphs + (
+        not UP_TO_2_14 and model is not ALONE
+    )
+    if not UP_TO_2_14:
+        assert "  Dynamo does not support RNN, GRU, or LSTM. Set " in str(report)
+        return
+    lines = str(report).splitlines()
+    at = lines.index("not compiled: runs eagerly, in the dtypes of its weights")
+    assert "Attempted to wrap RNN, GRU, or LSTM" in lines[at + 1]
+    assert lines[at + 2] == REMEDY
+    assert ("casts in the graphs" in str(report)) == bool(graphs)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert Report.from_dict(data) == report
+    assert [row["kind"] for row in data["summary"]["advice"]][:1] == ["not compiled"]
+
+
+def test_what_of_torchs_own_is_compiled_in_place_is_explained_as_it_runs_and_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model.compile(backend="amp_fx")
+    report = explained(model, torch.randn(2, 4, 8))
+    assert bool(report.plans) is not UP_TO_2_13
+    assert ("Sequential.compile() compiles nothing" in str(report)) is UP_TO_2_13
+    assert ("Use torch.compile(module, backend='amp_fx') instead" in str(report)) is UP_TO_2_13
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)), UpDown(8, 16))
+    model = Parts(lambda m, x: m.layers(x), layers=layers)
+    for module in model.children():
+        for layer in module.children():
+            layer.compile(backend="amp_fx")
+    start = "Sequential.compile() (layers.0 and 2 more) compiles nothing"
+    notes = explained(model, torch.randn(2, 8)).notes
+    assert [row.text.startswith(start) for row in notes] == [True] * UP_TO_2_13
+
+
+def test_a_program_of_which_dynamo_makes_no_graph_says_what_to_look_for_or_names_the_break() -> None:
+    with torch.compiler.set_stance("force_eager"):
+        text = str(explained(UpDown(8, 16), torch.randn(4, 8)))
+    assert "0 graphs" in text
+    assert "Dynamo makes no graph of it and gives no reason" in text
+
+    report = explained(Parts(torch.compiler.disable(lambda _, x: x + 1)), torch.randn(4, 8))
+    assert str(report).splitlines()[1] == "nothing was compiled"
+    (reason,) = report.graph_breaks
+    assert "torch.compiler.disable" in reason
