@@ -149,8 +149,8 @@ class _Measured(fx.Interpreter):
             fixed = {name: value.detach() for name in constants if (value := given.get(name)) is not None}
             args = (*(fixed.get(name, value) for name, value in zip(names, args, strict=False)),)
             kwargs = {name: fixed.get(name, value) for name, value in kwargs.items()}
-        if not any(value.is_floating_point() for value in tensors(n.meta["val"])):
-            # autograd refuses some whose arguments have gradients: a sum of values in another dtype
+        if not any(value.is_floating_point() or value.is_complex() for value in tensors(n.meta.get("val"))):
+            # autograd refuses some whose arguments have gradients: a sum of values in integers
             with torch.no_grad():
                 return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         if "scaled_dot_product" not in str(n.target):

@@ -142,6 +142,9 @@ CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "a count in integers": lambda x: (
         x * torch.histc(x.argmax(1).float(), 8, 0, 7).cumsum(0, dtype=torch.int32)
     ).square().mean(),
+    "a turn by complex numbers": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.view(4, 4, 2)) * torch.polar(_SHARES[:, :4], _SHARES[:, 4:])
+    ).sin().square().mean(),
     "signs": lambda x: F.soft_margin_loss(x, _SHARES.round() * 2 - 1),
     "statistics of instances": lambda x: F.instance_norm(
         x[None], _WEIGHTS[:4], _WEIGHTS[4:], use_input_stats=False
