@@ -116,16 +116,15 @@ class OpByOp(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Overrides :meth:`torch.fx.Interpreter.call_function`."""
-        given = (
-            next((value for value in args if isinstance(value, Tensor)), None)
-            if target in _PRODUCTS
-            else None
-        )
-        low = None if given is None or given.device.type != "cpu" else given.dtype
-        if low not in (torch.bfloat16, torch.float16) or onednn_computes(low):
+        if target not in _PRODUCTS or not _is_emulated(args[0]):
             return super().call_function(target, args, kwargs)
-        wide = tree_map_only(Tensor, Tensor.float, args)
+        low, wide = args[0].dtype, tree_map_only(Tensor, Tensor.float, args)
         return tree_map_only(Tensor, lambda value: value.to(low), super().call_function(target, wide, kwargs))
+
+
+def _is_emulated(value: Tensor) -> bool:
+    is_low = value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16)
+    return is_low and not onednn_computes(value.dtype)
 
 
 def _origins(kernel: Any) -> frozenset[fx.Node]:

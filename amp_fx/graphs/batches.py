@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import traceback
@@ -97,14 +98,16 @@ def compiling(program: Callable[..., Any], call: Arguments) -> Iterator[None]:
         raise
     except Exception:
         args, kwargs = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, call)
-        run = program
-        if isinstance(program, nn.Module):
-            # what it writes to its buffers goes to copies
-            buffers = {name: buffer.clone() for name, buffer in program.named_buffers()}
-            run = lambda *args, **kwargs: functional_call(program, buffers, args, kwargs)  # noqa: E731  # one call
+        run = functools.partial(_on_copies, program) if isinstance(program, nn.Module) else program
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             called(run, *args, **kwargs)
         raise
+
+
+def _on_copies(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module; what it writes to its buffers goes to copies."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return functional_call(module, buffers, args, kwargs)
 
 
 def raised(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from amp_fx.policy.table import DEVICES
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _PLACED_DTYPES = (torch.float32, *LOW_DTYPES)
 #: namespaces of ops whose schemas and tags say all that a result depends on
-_KNOWN = ("aten", "prims", "quantized_decomposed", "amp_fx")
+KNOWN_NAMESPACES = ("aten", "prims", "quantized_decomposed", "amp_fx")
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -220,6 +220,6 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, OpOverload) or node.target.namespace not in _KNOWN:
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in KNOWN_NAMESPACES:
         return False
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags

@@ -62,6 +62,7 @@ class Kind(str, enum.Enum):
     # the cut
     CASTS_COST_MORE = "casts-cost-more", "in fp32: its casts would cost more than {low} saves on this device"
     CHEAPER = "cheaper", "cut: cheaper in {dtype}, same values"
+    IDLE = "idle", "in fp32: no matmul beside it runs in {low}"
     NO_DEARER = "no-dearer", "cut: no dearer in fp32"
     STORED_LOW = "fast-stored-low", "policy fast: stored in {low}"
     ROUNDED_AT_ONCE = "fast-rounded-at-once", "policy fast: rounded at once to {low}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from amp_fx.graphs.values import KNOWN_NAMESPACES
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import unused_rules
@@ -21,7 +22,7 @@ from amp_fx.policy import OpClass, Policy
 #: the kinds of advice about code that never became a graph, a rule that matches nothing, and a baseline that fails
 NOT_COMPILED, UNUSED_RULE, NO_AUTOCAST = "not compiled", "rule", "autocast"
 #: namespaces whose ops multiply nothing, or have a formula
-_OF_TORCH = ("prims", "rngprims", "_c10d_functional", "c10d_functional", "quantized_decomposed", "amp_fx")
+_OF_TORCH = (*KNOWN_NAMESPACES, "rngprims", "_c10d_functional", "c10d_functional")
 #: tensor cores read operands in rows of 16 bytes
 _ALIGNMENT = 8
 #: share of a weight that may become zero in fp16 before it is worth a line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -63,22 +63,24 @@ class Place(Pass):
             cost = CostModel(gm.graph, *known, writes_attention=not self.stored)
             problem = Network(gm.graph, cost, low).build()
             labels = solve(problem)
-            _widen_idle(labels, problem)
-            moved = _apply(labels, placed, low)
+            moved = _apply(labels, placed, low, _widen_idle(labels, problem))
         low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
         return f"{low_nodes} nodes in the low dtype, {moved} moved by the cut"
 
 
-def _widen_idle(labels: dict[Var, bool], problem: Problem) -> None:
-    """Has in fp32 what is low with no low product on either side: there to round saves bytes at best."""
+def _widen_idle(labels: dict[Var, bool], problem: Problem) -> set[Var]:
+    """Has in fp32, and returns, what is low with no low product on either side: there to round saves bytes at best."""
     casts = (term for term in problem.shared if term.value is not None)
     pairs = [*problem.implies, *((term.value, reader) for term in casts for reader in term.readers)]
     lows = nx.Graph()
     lows.add_nodes_from(var for var, label in labels.items() if label is LOW)
     lows.add_edges_from((a, b) for a, b in pairs if a in lows and b in lows)
+    idle = set[Var]()
     for region in nx.connected_components(lows):
         if not any(problem.pins.get(var) is LOW or _is_low_itself(var) for var in region):
-            labels |= dict.fromkeys(region, HIGH)
+            idle |= region
+    labels |= dict.fromkeys(idle, HIGH)
+    return idle
 
 
 def _is_low_itself(var: Var) -> bool:
@@ -89,7 +91,9 @@ def _is_low_itself(var: Var) -> bool:
     return bool(var.meta.get(MAY_ROUND)) or (plan is not None and plan.op_class is OpClass.LOW)
 
 
-def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, Label]], low: torch.dtype) -> int:
+def _apply(
+    labels: dict[Var, bool], placed: list[tuple[fx.Node, Label]], low: torch.dtype, idle: Collection[Var]
+) -> int:
     """Writes the labels of the cut into the plan; returns how many differ from autocast's."""
     moved = 0
     for node, plan in placed:
@@ -101,7 +105,7 @@ def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, Label]], low: to
             moved += 1
         dtype = torch.float32 if labels[node] is HIGH else low
         if dtype is not plan.dtype:
-            plan.reasons += (_why(plan, dtype),)
+            plan.reasons += (Reason.of(Kind.IDLE, low=low) if node in idle else _why(plan, dtype),)
             plan.dtype = dtype
             moved += 1
     return moved

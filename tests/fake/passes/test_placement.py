@@ -246,22 +246,17 @@ def test_a_matmul_goes_low_where_it_gains_more_than_its_casts_cost() -> None:
     assert not plan.changed
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    # by an adapter, say, one factor is a kernel later
-    return (F.silu(x @ gate) * (x @ up @ up)) @ down
-
-
-def dropped(x: Tensor, *weights: Tensor) -> Tensor:
-    return F.dropout(x @ weights[0], 0.1, training=False).t() @ weights[1]
-
-
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("program", [gated, dropped])
-def test_between_products_in_fp32_nothing_is_rounded(program: Program, training: bool) -> None:
+def test_between_products_in_fp32_nothing_is_rounded(training: bool) -> None:
+    def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        # by an adapter, say, one factor is a kernel later
+        return (F.silu(x @ gate) * (x @ up @ up)) @ down
+
     args = randn(64, 64), *(randn(64, 64) for _ in range(3))
-    _, plan = place(program, *args, profile=EMULATED, training=training)
+    _, plan = place(gated, *args, profile=EMULATED, training=training)
     assert not plan.changed
-    _, plan = place(program, *args, training=training)
+    assert {row.op for row in plan.nodes if row.is_because(Kind.IDLE)} == {"silu", "mul.Tensor"}
+    _, plan = place(gated, *args, training=training)
     assert {row.dtype for row in plan.nodes} == {BF16}
 
 
