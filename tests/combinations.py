@@ -32,8 +32,8 @@ AXES: Mapping[str, Mapping[str, Any]] = {
     "model": MODELS,
     "gradients": {"train": enable_grad, "no_grad": no_grad, "inference_mode": inference_mode},
     "weights": {"auto": LEFT_OUT, "cast": "cast", "cache": "cache", "freeze": "freeze"},
-    # the third stands for the file of a CPU that multiplies in fp8, which is emulated
-    "profile": {"auto": LEFT_OUT, "off": "off", "with fp8": "a file"},
+    # files of a CPU that multiplies in fp8, which is emulated, and of one that gains by int8 and not by 16 bits
+    "profile": {"auto": LEFT_OUT, "off": "off", "with fp8": "a file", "int8 alone": "a file"},
     "policy": {
         "autocast": LEFT_OUT,
         "autocast, rules": {"base": "autocast", "rules": _RULES},

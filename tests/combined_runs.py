@@ -18,7 +18,7 @@ import amp_fx
 from combinations import AXES, Row, options_of
 from combined_models import Model, make
 from graphs import autocast_in, op_by_op
-from levels import FP8_CPU
+from levels import FP8_CPU, INT8_CPU
 
 Prepare = Callable[[Model], Callable[..., Any]]
 
@@ -127,7 +127,7 @@ def with_files(row: Row, folder: Path, device: str = "cpu") -> dict[str, Any]:
         options["profile"] = "off"
     elif options.get("profile") == "a file":
         options["profile"] = str(folder / "profile.json")
-        FP8_CPU.save(options["profile"])
+        (FP8_CPU if row["profile"] == "with fp8" else INT8_CPU).save(options["profile"])
     if options.pop("plan", None) is not None:
         model, path = make(row["model"]).to(device).train(row["gradients"] == "train"), folder / "plan.json"
         torch._dynamo.reset()

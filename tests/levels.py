@@ -7,7 +7,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +32,8 @@ aten = torch.ops.aten
 _RATES = {"float32": 1e9, "bfloat16": 1e12, "float16": 1e12, FLOAT8: 1e18}
 #: fp8 always gains on it; matmuls in fp8 are emulated there
 FP8_CPU = DeviceProfile("a CPU with fp8", "cpu", _RATES, bandwidth=1e15, launch=1e-12)
+#: int8 always gains on it, and 16 bits never
+INT8_CPU = replace(FP8_CPU, peak={"float32": 1e9, "bfloat16": 1e8, "float16": 1e8, "int8": 1e18})
 
 
 def options(

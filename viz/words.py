@@ -76,8 +76,8 @@ def summary(plan: Plan) -> str:
     total = len(outside) + len(inside)
     if not total:
         return f"no matmuls, {casts}"
-    low = Counter(_dtype(row) for row in outside if row.dtype in LOW_DTYPES)
-    wide = Counter((_dtype(row), _why_wide(row, plan)) for row in outside if row.dtype not in LOW_DTYPES)
+    low = Counter(_dtype(row) for row in outside if not _is_wide(row))
+    wide = Counter((_dtype(row), _why_wide(row, plan)) for row in outside if _is_wide(row))
     lowered = " and ".join(f"{count} in {dtype}" for dtype, count in low.items())
     if len(low) == 1:
         ((dtype, count),) = low.items()
@@ -97,7 +97,7 @@ def more_bytes(plans: Sequence[Plan], ours: int | None, theirs: int | None) -> s
     if not ours or not theirs or ours < 1.0005 * theirs:
         return ""
     rows = [row for plan in plans if plan.phase == "forward" for row in plan.matmuls]
-    wide = [row for row in rows if row.dtype not in LOW_DTYPES]
+    wide = list(filter(_is_wide, rows))
     causes = []
     if small := sum(row.is_because(Kind.CASTS_COST_MORE) for row in wide):
         text = "matmuls stay in fp32, where their casts would take longer than low precision saves"
@@ -109,6 +109,10 @@ def more_bytes(plans: Sequence[Plan], ours: int | None, theirs: int | None) -> s
     why = " and ".join(causes)
     more = f"{100 * (ours / theirs - 1):.1f} % more bytes than torch.autocast moves"
     return f"{more}, because {why}" if why else more
+
+
+def _is_wide(row: NodePlan) -> bool:
+    return row.dtype not in LOW_DTYPES and not row.levels_below
 
 
 def _why_wide(row: NodePlan, plan: Plan) -> str:

@@ -241,9 +241,11 @@ class _Graphs:
         asks = (value.requires_grad for value in example_inputs if isinstance(value, torch.Tensor))
         if self.level is not None and (not self._training or any(asks)):
             names = {here.name: row.name for here, row in counterparts(measured, outline)}
-            cost = _cost(resolve(self._opts.profile, graph.device_type), self._low, self.level)
+            profile = resolve(self._opts.profile, graph.device_type)
+            wide = profile if graph.is_wide(profile, self._low) else None
+            costs = wide, _cost(profile, self._low, self.level)
             graph.below = read_matmuls(
-                gm, example_inputs, ambient, self._opts, cost, names, training=self._training
+                gm, example_inputs, ambient, self._opts, *costs, names, training=self._training
             )
         self.traced.append(graph)
         self._outlines.append((measured, outline))

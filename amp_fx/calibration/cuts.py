@@ -101,6 +101,11 @@ class Cuts:
         """True where every device that is planned for has a profile."""
         return all(resolve(self._opts.profile, graph.device_type) is not None for graph in self._graphs)
 
+    @functools.cached_property
+    def _is_wide(self) -> bool:
+        profiles = ((graph, resolve(self._opts.profile, graph.device_type)) for graph in self._graphs)
+        return all(graph.is_wide(profile, self._sensitivity.dtype) for graph, profile in profiles)
+
     @property
     def autocast_error(self) -> float:
         """Predicted error of torch.autocast; roundings that overflow are left out."""
@@ -165,10 +170,11 @@ class Cuts:
     def _first(self, limit: float, aim: str) -> Choice[list[Labels]]:
         """The cut between fp32 and the low dtype.
 
-        Where a level below was measured, what a budget allows beyond torch.autocast's error is for that.
+        Where a level below was measured, what a budget allows beyond torch.autocast's error is for that, and all of it
+        where what the level leaves is in fp32.
         """
         if self._sensitivity.level:
-            limit = min(limit, self.autocast_error**2)
+            limit = 0.0 if self._is_wide else min(limit, self.autocast_error**2)
         if (limit, aim) not in self._firsts:
             known = [part.autocast for part in self._parts]
             self._firsts[limit, aim] = within(_prices(self._parts, aim), limit, known)
@@ -256,7 +262,7 @@ def _rows_of(plans: Sequence[Plan], found: GraphSensitivity) -> dict[str, NodePl
 
 
 def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collection[str]) -> PricedMatmuls:
-    """The second cut with measured sensitivity, of calls that run in the low dtype; others read no copies.
+    """The second cut with measured sensitivity, of calls that run in what they are priced in; others read no copies.
 
     What was not measured is never placed below.
     """
@@ -272,7 +278,7 @@ def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collecti
 
     def is_low(var: Var) -> bool:
         name, _ = var  # type: ignore[misc]  # as PlaceLevels names them
-        return name in low
+        return second.wide or name in low
 
     def only_low(problem: Problem) -> Problem:
         kept = Problem({var: times for var, times in problem.unary.items() if is_low(var)})

@@ -37,12 +37,14 @@ from amp_fx.weights.graphs import weight_inputs
 class Second(NamedTuple):
     """The cut of what may run below 16 bits, where autocast's list is low; its variables are (name of the call, role).
 
-    By time, by bytes moved, and the calls that read by measured scales.
+    By time, by bytes moved, and the calls that read by measured scales. ``wide``: they are in fp32 otherwise, as the
+    device is slower in 16 bits.
     """
 
     time: Problem
     by_bytes: Problem
     measured: Collection[str] = ()
+    wide: bool = False
 
 
 #: the second cut, given the scales that calls may read by
@@ -54,6 +56,7 @@ def read_matmuls(
     inputs: Sequence[Any],
     ambient: Regions,
     opts: Options,
+    wide: DeviceProfile | None,
     cost: LevelCost,
     names: Mapping[str, str],
     *,
@@ -62,12 +65,12 @@ def read_matmuls(
     """Rewrites a graph as the policy has it without the level, and reads what may run in that; no code is generated.
 
     It is Dynamo's graph with real inputs, in a call of a backend. In training, forward and backward are traced
-    together; the result is empty where AOTAutograd makes no joint graph. ``names``: call in this graph -> its name in
-    the result.
+    together; the result is empty where AOTAutograd makes no joint graph. ``wide``: the profile by which it stays in
+    fp32, or None. ``names``: call in this graph -> its name in the result.
     """
     plain = replace(opts, profile="off", plan=None, sensitivity=None)
-    level = LEVELS[opts.level]
-    placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training, keeps_weights=not training)
+    level, device = LEVELS[opts.level], graph_device(gm, ambient)
+    placed = PlaceLevels(level, device, cost, joint=training, keeps_weights=not training)
     found: list[Second] = []
 
     def read(graph: fx.GraphModule, context: PassContext, scales: Mapping[str, tuple[float, int]]) -> Second:
@@ -78,13 +81,18 @@ def read_matmuls(
             for matmul, way in chosen.allowed(graph, context).items()
         }
         measured = {matmul.name for matmul, way in matmuls.items() if way.measured}
-        return Second(level_problem(matmuls, level, cost), level_problem(matmuls, level, BYTES), measured)
+        return Second(
+            level_problem(matmuls, level, cost),
+            level_problem(matmuls, level, BYTES),
+            measured,
+            wide is not None,
+        )
 
     if not training:
         # policies below 16 bits differ from autocast in the level alone
-        base = replace(opts.policy, base="autocast")
-        captured, _ = rewrite(gm, ambient, replace(plain, policy=base, level=AUTO, weights="cast"))
-        context = PassContext(opts.policy, opts.numerics, folded=weight_inputs(captured))
+        plain = replace(plain, policy=replace(opts.policy, base="autocast"), level=AUTO, weights="cast")
+        captured, _ = rewrite(gm, ambient, replace(plain, profile=wide or "off"))
+        context = PassContext(opts.policy, opts.numerics, wide, folded=weight_inputs(captured))
         return functools.partial(read, captured, context)
     rewritten, _ = rewrite(gm, ambient, plain, training=True)
     joint = graph_pass(
@@ -112,6 +120,10 @@ class MeasuredGraph:
     def device_type(self) -> str:
         """Type of the device that it runs on."""
         return graph_device(self.gm, self.ambient)
+
+    def is_wide(self, profile: DeviceProfile | None, low: torch.dtype) -> bool:
+        """True where what a policy below 16 bits leaves is in fp32, as the device is slower in 16 bits."""
+        return not self.training and profile is not None and profile.is_slower_in(low)
 
     def priced(
         self, opts: Options, profile: DeviceProfile | None, rows: Mapping[str, CallSensitivity]

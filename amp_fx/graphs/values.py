@@ -19,7 +19,7 @@ from amp_fx.policy.table import DEVICES
 
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
 LOW_DTYPES = (torch.bfloat16, torch.float16)
-_PLACED_DTYPES = (torch.float32, *LOW_DTYPES)
+PLACED_DTYPES = (torch.float32, *LOW_DTYPES)
 #: namespaces of ops whose schemas and tags say all that a result depends on
 KNOWN_NAMESPACES = ("aten", "prims", "quantized_decomposed", "amp_fx")
 
@@ -37,7 +37,7 @@ def is_eligible(value: Any) -> TypeGuard[torch.Tensor]:
     """
     return (
         isinstance(value, torch.Tensor)
-        and value.dtype in _PLACED_DTYPES
+        and value.dtype in PLACED_DTYPES
         and value.layout is torch.strided
         and type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
     )

@@ -113,9 +113,13 @@ _CPUS = (
     # kernel here, ATen's own loops do 0.15 (linear) or 0.02 (mm): 0.04 in all, less for larger matrices. int8
     # (VNNI), a layer of 2048 with packed weights: 1.5 times bf16 at 1 row, 1.8 at 16, 2.0 at 128.
     _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, (_LOOP, 4e-6, 45e-6)),
-    # Skylake to Ice Lake: oneDNN emulates bf16 in fp32 vectors. Measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE:
+    # Cascade Lake to Ice Lake. bf16 as in the next row. int8: assumed; the Zen 4 reaches 4.0 by the same instructions.
+    _Cpu("avx512 vnni", frozenset({"avx512_bw", "avx512_vnni"}), 100e9, 0.4, 0.03, 3.0),
+    # Skylake: oneDNN emulates bf16 in fp32 vectors. Measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE:
     # 0.36 alone, 0.53 where other processes take half of the time (pytorch#86270: half as fast).
     _Cpu("avx512", frozenset({"avx512_bw"}), 100e9, 0.4, 0.03),
+    # Alder Lake to Arrow Lake. 16 bits as in the next row, int8 as with AVX-512.
+    _Cpu("avx2 vnni", frozenset({"avx2", "avx_vnni"}), 70e9, 0.03, 0.03, 3.0),
     # ATen does not ask oneDNN for 16-bit matmuls below AVX-512, but runs its loops. Measured with
     # ONEDNN_MAX_CPU_ISA and ATEN_CPU_CAPABILITY at AVX2: 0.04. Users report down to 1/90 (pytorch#118499).
     _Cpu("avx2", frozenset({"avx2"}), 70e9, 0.03, 0.03),

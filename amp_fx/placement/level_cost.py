@@ -77,7 +77,8 @@ class LevelCost:
 
     FLOP/s in the low dtype and in a level below, bytes/s, seconds of a kernel at least, the bytes that are moved in the
     time of the arithmetic of a copied element, seconds of a call in the level beside one in the low dtype, whether
-    products in the level are made of tiles, and the bytes of a value that is still in a cache when it is read.
+    products in the level are made of tiles, the bytes of a value that is still in a cache when it is read, and FLOP/s
+    of matmuls that are in fp32.
     """
 
     low: float
@@ -88,6 +89,7 @@ class LevelCost:
     call: float = 0.0
     tiles: bool = False
     cache: int = 0
+    wide: float = math.inf
 
     @classmethod
     def of(cls, profile: DeviceProfile, low: torch.dtype, level: Level) -> LevelCost | None:
@@ -98,16 +100,18 @@ class LevelCost:
         rates = profile.peak[dtype_name(low)], rate, profile.bandwidth, profile.launch
         if profile.device_type != "cpu":
             return cls(*rates)
-        tiles = rates[0] >= _TILES * profile.peak["float32"]
-        return cls(*rates, _ARITHMETIC, _CALL * profile.launch, tiles, _CACHE)
+        wide = profile.peak["float32"]
+        tiles = rates[0] >= _TILES * wide
+        return cls(*rates, _ARITHMETIC, _CALL * profile.launch, tiles, _CACHE, wide)
 
     def matmul(self, flops: int, elements: int, itemsize: int, *, grouped: bool = False) -> tuple[int, int]:
-        """One matmul and the reads of its operands: in the low dtype, of so many bytes each, and in the level below.
+        """One matmul and the reads of its operands: in a dtype of so many bytes, low or fp32, and in the level below.
 
         ``grouped``: a convolution in groups. Tiles are of no use to it: with AMX in int8 it takes 1.0 to 1.5 of its
         time in bf16 with one thread, and 0.9 to 2.1 with two (10 shapes, most of them depthwise; 1.17 in the middle).
         """
-        low = self.moving(elements * itemsize) + _ps(flops / self.low)
+        rate = self.low if itemsize < _FP32 else self.wide
+        low = self.moving(elements * itemsize) + _ps(flops / rate)
         below = self.moving(elements * NARROW) + _ps(flops / self.below)
         return low, low * 7 // 6 if grouped and self.tiles else below
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
-from amp_fx.plans.files import SchemaError, decode, read_object, write_text
+from amp_fx.plans.files import SchemaError, decode, dtype_name, read_object, write_text
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.table import DEVICES
 
@@ -66,6 +66,10 @@ class DeviceProfile:
     #: name -> seconds, on all threads together, that a call of a library takes beside its arithmetic: the flash
     #: kernel's blocks, where they were measured
     calls: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def is_slower_in(self, low: torch.dtype | None) -> bool:
+        """True where matmuls take longer in a 16-bit dtype than in fp32."""
+        return low is not None and self.peak.get(dtype_name(low), math.inf) < self.peak["float32"]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form, with its format and version."""

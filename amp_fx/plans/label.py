@@ -90,7 +90,7 @@ class Kind(str, enum.Enum):
     LONG_SUM = "long-sum", "a sum in {level} has {most} products at most, not {contracted}"
     INDIVISIBLE = "indivisible", "{grain} does not divide its sizes {sizes}"
     UNEVEN_BLOCKS = "uneven-blocks", "{block} does not divide the {contracted} that it contracts"
-    LAST_LINEAR = "last-linear", "the last linear stays in the low dtype"
+    LAST_LINEAR = "last-linear", "the last linear stays as it is"
     WEIGHT_GRADIENT = "weight-gradient", "{level} leaves gradients of weights in the low dtype"
     # export
     STORED_TABLE = "stored-table", "the table is stored in {dtype}, its rows are widened"

@@ -214,7 +214,8 @@ class Plan:
     def changed(self) -> bool:
         """True when amp_fx changed anything: an untouched graph is compiled as Dynamo made it."""
         written = any(row.is_because(Kind.PRODUCTS) for row in self.nodes)
-        return written or any(cast.inserted for cast in self.casts)
+        below = any(row.levels_below for row in self.nodes)
+        return written or below or any(cast.inserted for cast in self.casts)
 
     @property
     def decides_levels(self) -> bool:
@@ -288,12 +289,13 @@ class Plan:
 def with_choice(
     row: Label, role: str, level: Level | None, why: Reason
 ) -> tuple[dict[str, str], tuple[Reason, ...]]:
-    """Levels and reasons of a call, with what was decided for one of its matmuls; None: it stays low.
+    """Levels and reasons of a call, with what was decided for one of its matmuls; None: it stays low, or in fp32.
 
     ``why`` takes the place of what a plan that was followed has said before.
     """
     if row.low is None:
         raise AssertionError(f"{row.name} multiplies, and has no low dtype")
-    name = dtype_name(row.low) if level is None else level.name
+    above = torch.float32 if row.dtype is torch.float32 else row.low
+    name = dtype_name(above) if level is None else level.name
     others = tuple(reason for reason in row.reasons if reason.values.get("role") != role)
     return {**row.levels, role: name}, (*others, replace(why, values={"role": role, **why.values}))

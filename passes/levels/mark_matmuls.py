@@ -9,6 +9,7 @@ import torch.fx as fx
 from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import MARK
 from amp_fx.graphs.traits import LINEAR_OPS
+from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, mark
 from amp_fx.passes.levels.matmuls import Matmul, captured_matmul, divides, may_run_below
 from amp_fx.plans.label import label_of
@@ -62,7 +63,7 @@ class MarkMatmuls(Pass):
 
 def _refusal(matmul: Matmul | None, role: str, level: Level) -> str:
     """Why no batch could run so, or an empty string."""
-    if matmul is None:
+    if matmul is None or matmul.node.meta["val"].dtype not in LOW_DTYPES:
         return f"only {', '.join(LINEAR_OPS)} with a matrix, in the low dtype, run so"
     if role == WEIGHT and not level.weight_gradients:
         return f"{level.name} leaves gradients of weights in the low dtype"

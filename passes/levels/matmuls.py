@@ -19,10 +19,10 @@ from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.traits import Trait, has_trait, op_row
-from amp_fx.graphs.values import LOW_DTYPES
+from amp_fx.graphs.values import LOW_DTYPES, PLACED_DTYPES
 from amp_fx.passes.base import PassContext, gradients_in, marked
 from amp_fx.placement.layout import CAST
-from amp_fx.plans.label import Kind, label_of
+from amp_fx.plans.label import Kind, Label, label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT
 from amp_fx.policy.rules import BELOW
@@ -66,7 +66,7 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class Matmul:
-    """A product of two 16-bit matrices.
+    """A product of two 16-bit matrices, or of a captured graph two in fp32.
 
     Attributes:
         node: the call.
@@ -98,9 +98,9 @@ class Matmul:
 
 
 def read_matmuls(gm: fx.GraphModule, context: PassContext, *, joint: bool) -> list[Matmul]:
-    """The 16-bit matmuls of a graph that have a counterpart with scales, in order.
+    """The matmuls of a graph that have a counterpart with scales, in order.
 
-    Of a joint graph those that are, or give gradients of, a marked call.
+    Of a joint graph those in 16 bits that are, or give gradients of, a marked call.
     """
     if joint:
         return _joint_matmuls(gm)
@@ -114,7 +114,7 @@ def divides(grain: int, sizes: Sequence[int | torch.SymInt]) -> bool:
 
 
 def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """The value, the matrix and the bias of a 16-bit product; None of what has no counterpart with scales."""
+    """The value, the matrix and the bias of a product; None of what has no counterpart with scales."""
     form = op_row(node).linear
     if form is None or node.kwargs or len(node.args) > 3:
         return None
@@ -123,7 +123,7 @@ def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     if not isinstance(value, fx.Node) or not isinstance(matrix, fx.Node):
         return None
     result, left, right = node.meta["val"], value.meta["val"], matrix.meta["val"]
-    if right.ndim != 2 or left.ndim < 1 or not left.dtype is right.dtype is result.dtype in LOW_DTYPES:
+    if right.ndim != 2 or left.ndim < 1 or not left.dtype is right.dtype is result.dtype in PLACED_DTYPES:
         return None
     if bias is None:
         return value, matrix, None
@@ -139,7 +139,7 @@ def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
 def may_run_below(node: fx.Node, context: PassContext) -> bool:
     """True for a matmul that policy and plan let run below 16 bits."""
     row = label_of(node)
-    if row is None or row.dtype not in LOW_DTYPES or not is_matmul(node):
+    if row is None or not is_matmul(node) or not (row.dtype in LOW_DTYPES or _stays_wide(row, context)):
         return False
     rule = context.policy.rule_for(row.op, row.module_path)
     if rule is not None:
@@ -150,8 +150,14 @@ def may_run_below(node: fx.Node, context: PassContext) -> bool:
     return row.op_class is OpClass.LOW or (region is not None and region.enabled)
 
 
+def _stays_wide(row: Label, context: PassContext) -> bool:
+    """True without gradients for a call that is in fp32 as the device multiplies no faster in 16 bits."""
+    profile, is_dearer = context.profile, row.is_because(Kind.CASTS_COST_MORE)
+    return not context.training and profile is not None and is_dearer and profile.is_slower_in(row.low)
+
+
 def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
-    """The product that a call is; None where it is none of 16-bit values and a matrix."""
+    """The product that a call is; None where it is none of floating values and a matrix."""
     if node.target is aten.conv2d.default:
         return _convolution(node, context)
     row, factors, form = label_of(node), _factors(node), op_row(node).linear
@@ -167,11 +173,11 @@ def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
 
 
 def _convolution(node: fx.Node, context: PassContext) -> Matmul | None:
-    """A convolution in 16 bits over two dimensions, with what may be folded into it."""
+    """A convolution over two dimensions, with what may be folded into it."""
     row, (value, matrix, bias, *_) = label_of(node), (*node.args, None)
     if row is None or not isinstance(value, fx.Node) or not isinstance(matrix, fx.Node):
         return None
-    if node.kwargs or value.meta["val"].ndim != 4 or node.meta["val"].dtype not in LOW_DTYPES:
+    if node.kwargs or value.meta["val"].ndim != 4 or node.meta["val"].dtype not in PLACED_DTYPES:
         return None
     columns, *window = matrix.meta["val"].shape
     batch, _, *places = node.meta["val"].shape
@@ -238,6 +244,7 @@ def _is_transpose(node: fx.Node) -> bool:
 def _joint_matmuls(gm: fx.GraphModule) -> list[Matmul]:
     gradients = gradients_in(gm)
     products = [node for node in gm.graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
+    products = [node for node in products if node.meta["val"].dtype in LOW_DTYPES]
     factors = {node: pair for node in products if (pair := _factors(node)) is not None}
     readers: dict[fx.Node, set[fx.Node]] = {}
     for node, (first, second, _) in factors.items():

@@ -51,8 +51,8 @@ class PlaceLevels(Pass):
     Runs on captured graphs without gradients, and on Inductor's joint graph, forward and backward together, after loss
     scaling. A matmul stays in the low dtype where
 
-    1. it does not come from a call of the forward that policy and plan leave in the low dtype without a user's rule;
-       gradients belong to the call that they are gradients of.
+    1. it does not come from a call of the forward that policy and plan leave in the low dtype without a user's rule,
+       or in fp32 where 16 bits are slower; gradients belong to the call that they are gradients of.
     2. no implementation takes its sizes: their grain (16 in fp8) does not divide them, or they are not known: the
        contracted one and the columns, and for the gradient of a weight its rows, too. So tokens count only where they
        are contracted. Where blocks have scales, a block divides what is contracted, and the rows are known. In int8 the
@@ -131,11 +131,19 @@ class PlaceLevels(Pass):
         """The matmuls, and how each would run below 16 bits, or why it may not."""
         matmuls = read_matmuls(gm, context, joint=self.joint)
         if not self.joint:
-            matmuls = [matmul for matmul in matmuls if may_run_below(matmul.node, context)]
-        matmuls = [matmul for matmul in matmuls if not matmul.is_convolution or self._measures(matmul)]
+            matmuls = [matmul for matmul in matmuls if self._is_candidate(matmul, context)]
         last = set() if self.level is None else last_calls(gm, gradients_in(gm))
         last -= {matmul.name for matmul in matmuls if self._is_asked_for(matmul, context)}
         return {matmul: self._way(matmul, last) for matmul in matmuls}
+
+    def _is_candidate(self, matmul: Matmul, context: PassContext) -> bool:
+        level = self._wanted(matmul)
+        if matmul.is_convolution and (
+            level is None or not any(way.measured for way in level.implementations)
+        ):
+            return False
+        by_plan = self.level is None and matmul.node.meta["val"].dtype is torch.float32
+        return level is not None if by_plan else may_run_below(matmul.node, context)
 
     def _is_asked_for(self, matmul: Matmul, context: PassContext) -> bool:
         """True where a rule names the level."""
@@ -147,11 +155,6 @@ class PlaceLevels(Pass):
         """The level that a matmul is to run in; None where a plan has it low."""
         planned = (LEVELS[level] for *matmul_of, level in self.planned if tuple(matmul_of) == matmul.variable)
         return self.level or next(planned, None)
-
-    def _measures(self, matmul: Matmul) -> bool:
-        """True where the level has an implementation for measured scales: others have no convolutions."""
-        level = self._wanted(matmul)
-        return level is not None and any(way.measured for way in level.implementations)
 
     @functools.cached_property
     def _scales(self) -> dict[str, tuple[float, int]]:

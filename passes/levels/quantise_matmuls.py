@@ -224,8 +224,9 @@ class _CapturedQuantiser(Quantiser):
             super()._become(matmul, final)
 
     def _rounded(self, value: fx.Node, scale: tuple[float, int]) -> fx.Node:
-        # ONNX has a scale in the dtype of the value, and it is fp32
-        read = self._call(CAST, value, torch.float32) if self._stored else value
+        # ONNX has a scale in the dtype of the value, and it is fp32; Inductor rounds no fp16
+        is_wide = self._stored or value.meta["val"].dtype is torch.float16
+        read = self._call(CAST, value, torch.float32) if is_wide else value
         made: fx.Node = quantised(read, *scale, self._call)
         return made
 

@@ -140,6 +140,10 @@ def test_rows_of_zeros_stay_zeros_and_an_infinity_makes_nan_of_its_row() -> None
 def test_with_fp16_and_with_weights_that_are_quantised_in_each_call(options: dict[str, str]) -> None:
     (model, run), x = small(**options), torch.randn(6, 32)
     assert wrong(run(x), model, x) < 0.03
+    # nothing is cast in a model that is low as a whole, and its matmuls run in int8 all the same
+    low = torch.float16 if "dtype" in options else torch.bfloat16
+    model, x = model.to(low), x.to(low)
+    assert 3e-3 < error([run(x)], [model(x)]) < 0.03
 
 
 @pytest.mark.int8

@@ -101,6 +101,15 @@ def test_onnxruntime_multiplies_linears_in_integers(shape: tuple[int, ...], tmp_
     assert measured == sum(kind in ("QGemm", "MatMulIntegerToFloat") for kind in kinds) > 0
 
 
+@pytest.mark.usefixtures("code")
+def test_values_in_fp16_are_rounded_where_onednn_does_not_multiply_bytes(monkeypatch: Any) -> None:
+    monkeypatch.setattr("amp_fx.compiling.multiplies_int8", lambda: False)
+    net, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(6, 16)
+    plan = calibrated(net, x, dtype="float16").plan(budget=100, verify=False)
+    with torch.inference_mode():
+        assert wrong(compiled(net, plan, dtype="float16")(x), net, x) < 1.3 * plan.point.error
+
+
 @pytest.mark.int8
 @pytest.mark.usefixtures("code")
 def test_no_convolution_rounds_a_silu() -> None:
