@@ -31,7 +31,7 @@ from amp_fx._torch import (
     tunes_kernels,
 )
 from amp_fx.errors import PassError
-from amp_fx.graphs.calls import add_input, dotted_path
+from amp_fx.graphs.calls import add_input, convolves, dotted_path
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
 from amp_fx.graphs.keys import LEVEL, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
@@ -139,11 +139,12 @@ def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | 
     # before torch 2.13, AOTAutograd asks what is packed for its memory where others share theirs and are written to
     may_pack = on_cpu and (torch.__version__ >= "2.13" or not writes_to_shared_inputs(rewritten.graph))
     packs = may_pack and opts.numerics != "eager" and not has_narrow
-    # by default only what takes the place of a low copy, or of a weight that is stored low
+    # by default no linears in fp32: that would take their memory once more
     below = any(node.meta.get(LEVEL) for node in rewritten.graph.nodes)
     if below and on_cpu and not multiplies_int8():
         write_out_int8(rewritten.graph)
-    packs &= opts.weights == "cache" or (opts.weights == "auto" and bool(below or low or widenings(call.gm)))
+    by_default = below or bool(low or widenings(call.gm)) or any(map(convolves, rewritten.graph.nodes))
+    packs &= opts.weights == "cache" or (opts.weights == "auto" and by_default)
     changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
     is_code = tunes_kernels(opts.inductor) or not may_pack
     if (is_frozen or packs) and is_code:

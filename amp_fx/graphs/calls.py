@@ -36,6 +36,20 @@ def args_of(node: fx.Node) -> Any:
 
 
 _TENSORS = ("input", "weight", "bias")
+_aten = torch.ops.aten
+#: convolutions whose arguments say how much is padded
+CONVOLUTIONS = {_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default}
+CONVOLUTIONS |= {_aten.conv_transpose2d.input, _aten.conv_transpose3d.input}
+
+
+def convolves(node: fx.Node) -> bool:
+    """True for such a convolution over two or three dimensions."""
+    return node.target in CONVOLUTIONS and argument_value(node, "weight").meta["val"].ndim > 3
+
+
+def is_channels_last(node: fx.Node) -> bool:
+    """True where the channels of a convolution's result lie next to each other."""
+    return node.meta["val"].stride(1) == 1 != node.meta["val"].stride(-1)
 
 
 def convolution_settings(node: fx.Node) -> dict[str, Any]:

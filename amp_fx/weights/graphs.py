@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_fx._torch import FakeTensor, borrowed, is_wrapper
 from amp_fx.errors import WeightsError
-from amp_fx.graphs.calls import is_parameter
+from amp_fx.graphs.calls import convolves, is_parameter
 from amp_fx.graphs.fake_runs import add_call, is_matmul
 from amp_fx.graphs.keys import COPY_META
 from amp_fx.graphs.values import storage_of, storages_written_in
@@ -51,14 +51,15 @@ def _is_plain(node: fx.Node) -> bool:
 def _stored_weights(gm: fx.GraphModule, *, wide: bool) -> list[fx.Node]:
     """Inputs that hold parameters and buffers of known sizes which nobody writes to.
 
-    ``wide``: False leaves out what matmuls in fp32 read; packed, that would take twice a low copy.
+    ``wide``: False leaves out what linears in fp32 read; packed, that would take twice a low copy.
     """
     left_out = set(storages_written_in(gm.graph))
     if not wide:
         left_out.update(
             key
             for node in gm.graph.nodes
-            if is_matmul(node) and getattr(node.meta["val"], "dtype", None) is torch.float32
+            if is_matmul(node) and not convolves(node)
+            if getattr(node.meta["val"], "dtype", None) is torch.float32
             for arg in node.all_input_nodes
             if (key := storage_of(arg)) is not None
         )

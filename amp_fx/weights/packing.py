@@ -32,7 +32,17 @@ from amp_fx._torch import (
     onednn_packs,
     packing,
 )
-from amp_fx.graphs.calls import add_input, args_of, argument_value, convolution_settings, is_cast, is_returned
+from amp_fx.graphs.calls import (
+    CONVOLUTIONS,
+    add_input,
+    args_of,
+    argument_value,
+    convolution_settings,
+    convolves,
+    is_cast,
+    is_channels_last,
+    is_returned,
+)
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, tensors, writers_in
@@ -45,9 +55,6 @@ aten = torch.ops.aten
 #: of all elements of a graph's weights, those that may be added by what is computed from them: embeddings that are
 #: expanded to a batch are others for each batch size
 _EXPANDED = 1 / 32
-#: convolutions whose arguments say how much is padded
-_CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
-_CONVOLUTIONS |= {aten.conv_transpose2d.input, aten.conv_transpose3d.input}
 
 
 def pack(
@@ -62,7 +69,7 @@ def pack(
         gm: a rewritten graph.
         weights: inputs that nobody writes to.
         copies: what computes low copies, perhaps of other weights.
-        wide: products in fp32 are packed, too.
+        wide: linears in fp32 are packed, too.
     """
     work = _Packer(gm, {*weights, *copies}, wide=wide)
     for node in list(gm.graph.nodes):
@@ -76,10 +83,6 @@ def pack(
         work.pack_convolution(node)
     work.take_the_rest()
     return work.finish()
-
-
-def _is_channels_last(node: fx.Node) -> bool:
-    return node.meta["val"].stride(1) == 1 != node.meta["val"].stride(-1)
 
 
 class _Packer:
@@ -170,7 +173,7 @@ class _Packer:
         if call.target is aten.linear.default:
             return 0 if call.meta["val"].ndim == 2 else None
         if (
-            call.target not in _CONVOLUTIONS
+            call.target not in CONVOLUTIONS
             or call.kwargs
             or args_of(call)[0].meta["val"].ndim != args_of(call)[1].meta["val"].ndim
         ):
@@ -252,7 +255,7 @@ class _Packer:
             # where sizes are not known, oneDNN packs for any
             sizes = tuple(x.meta["val"].shape) if is_fixed(x) else None
             how = packing("convolution_int8", kernel, torch.int8, scale, zero, *window, sizes)
-            node.target, after = convolution_int8_op(), (*window, dtype, _is_channels_last(node))
+            node.target, after = convolution_int8_op(), (*window, dtype, is_channels_last(node))
         else:
             rows = max(1, numel(value.meta["val"]) // kernel[1])
             how = packing("linear_int8", kernel, torch.int8, (rows, kernel[1]))
@@ -263,11 +266,11 @@ class _Packer:
 
     def pack_convolution(self, node: fx.Node) -> None:
         """A convolution over two or three dimensions."""
-        if node.target not in _CONVOLUTIONS or node.kwargs or not self._is_from_weights(node):
+        if not convolves(node) or node.kwargs or not self._is_from_weights(node):
             return
         x, weight, bias, *_ = (*args_of(node), None)
         value, kernel = x.meta["val"], weight.meta["val"]
-        if kernel.ndim < 4 or value.ndim != kernel.ndim or not self.packs(value, kernel):
+        if value.ndim != kernel.ndim or not self.packs(value, kernel):
             return
         given = convolution_settings(node)
         transposed, how = "output_padding" in given, None
@@ -280,9 +283,8 @@ class _Packer:
             how = packing(kind, kernel.shape, kernel.dtype, padding, *more, stride, dilation, groups, sizes)
         packed, bias = self._input(weight, kernel, how), self._in_one_piece(bias, node)
         node.target = convolution_op()
-        padded = given.get("output_padding", (0,) * len(stride))
-        settings = stride, padding, dilation, transposed, padded, groups
-        node.args = (x, packed, bias, *settings, _is_channels_last(node))
+        padded, last = given.get("output_padding", (0,) * len(stride)), is_channels_last(node)
+        node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups, last)
 
     def _in_one_piece(self, bias: fx.Node | None, reader: fx.Node) -> fx.Node | None:
         """A bias as oneDNN reads it, whatever its strides."""
@@ -294,13 +296,14 @@ class _Packer:
 
     def packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether oneDNN packs a weight that multiplies a value."""
-        is_row = weight.ndim == 2 and numel(value) == value.shape[-1]
-        # with one thread it takes less time
-        by_mkl = is_row and torch.get_num_threads() == 1 and torch.backends.mkl.is_available()
+        if weight.dtype is torch.float32 and weight.ndim == 2:
+            # with one thread it takes less time for one row
+            by_mkl = numel(value) == value.shape[-1] and torch.get_num_threads() == 1
+            if not self._wide or (by_mkl and torch.backends.mkl.is_available()):
+                return False
         return (
             value.device.type == "cpu"
             and value.dtype is weight.dtype
-            and (weight.dtype is not torch.float32 or (self._wide and not by_mkl))
             and onednn_packs(weight.dtype)
             and numel(value) > 0
         )

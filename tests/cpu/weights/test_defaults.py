@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
+from amp_fx.placement.profile import DeviceProfile
 from amp_fx.weights import touch
 from holding import Compiles, Held
+from levels import error, exact
 from small_models import Parts, first, near_autocast
 from writes import WRITES, new_layer
 
@@ -50,6 +53,31 @@ def test_linears_in_fp32_are_packed_and_follow(held: Held, monkeypatch: pytest.M
     assert compiles.count == 2
     # MKL takes eight megabytes for each matrix
     assert 0 < held.bytes() < 100_000
+
+
+def test_convolutions_in_fp32_are_packed_by_default_with_their_norms_and_linears_are_not(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the CPU: the profile leaves all in fp32."""
+    wide = DeviceProfile("test", "cpu", {"float32": 1e12, "bfloat16": 1e9, "float16": 1e9}, 1e12, 0.0)
+    monkeypatch.setattr("amp_fx.placement.devices.builtin", lambda _: wide)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 512))
+    net(torch.randn(8, 3, 8, 8))
+    run, x = compiled(net.eval(), cpp_wrapper=False), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        run(x)
+    assert held.bytes() == 0
+    with torch.inference_mode():
+        got, codes = run_and_get_code(run, x)
+        assert error([got], [exact(net, x)]) < 1e-5
+        scale(net)
+        net[1].running_mean.add_(0.5)  # type: ignore[operator,union-attr]  # a buffer
+        assert error([run(x)], [exact(net, x)]) < 1e-5
+    [code] = codes
+    assert "convolution_pointwise" in code
+    assert "rsqrt" not in code
+    # a convolution's weights, perhaps padded, and its bias; not the linear's
+    assert 3 * 16 * 9 * 4 <= held.bytes() < 100_000 < net[4].weight.nbytes  # type: ignore[operator,union-attr]  # a linear
 
 
 @pytest.mark.usefixtures("op_by_op")
