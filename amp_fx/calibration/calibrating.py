@@ -242,8 +242,9 @@ class _Graphs:
         if self.level is not None and (not self._training or any(asks)):
             names = {here.name: row.name for here, row in counterparts(measured, outline)}
             profile = resolve(self._opts.profile, graph.device_type)
-            wide = profile if graph.is_wide(profile, self._low) else None
-            costs = wide, _cost(profile, self._low, self.level)
+            if not self._training and profile is not None and profile.is_slower_in(self._low):
+                graph.wide = profile
+            costs = graph.wide, _cost(profile, self._low, self.level)
             graph.below = read_matmuls(
                 gm, example_inputs, ambient, self._opts, *costs, names, training=self._training
             )

@@ -16,7 +16,6 @@ from amp_fx.calibration.frontier import CalibratedPlan, Point, blame_lines, save
 from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, one_of
-from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_cost import multiplies
 from amp_fx.placement.priced import Choice
 from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME
@@ -104,15 +103,7 @@ class Calibration:
         if self.sensitivity.level:
             # the policy below 16 bits by itself: what is low as autocast has it, or nothing
             base = replace(plain, policy=replace(self._opts.policy, rules=()))
-            profiles = [resolve(self._opts.profile, graph.device_type) for graph in self._graphs]
-            plans = [
-                graph.plan(
-                    replace(
-                        base, profile=profile if graph.is_wide(profile, self.sensitivity.dtype) else "off"
-                    )
-                )
-                for graph, profile in zip(self._graphs, profiles, strict=True)
-            ]
+            plans = [graph.plan(replace(base, profile=graph.wide or "off")) for graph in self._graphs]
             own = self._ways[NEVER]
             own.write(plans, own.by_policy(own.placed(plans)))
             plans_of[LEVELS[self.sensitivity.level].policy] = plans

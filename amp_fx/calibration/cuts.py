@@ -101,11 +101,6 @@ class Cuts:
         """True where every device that is planned for has a profile."""
         return all(resolve(self._opts.profile, graph.device_type) is not None for graph in self._graphs)
 
-    @functools.cached_property
-    def _is_wide(self) -> bool:
-        profiles = ((graph, resolve(self._opts.profile, graph.device_type)) for graph in self._graphs)
-        return all(graph.is_wide(profile, self._sensitivity.dtype) for graph, profile in profiles)
-
     @property
     def autocast_error(self) -> float:
         """Predicted error of torch.autocast; roundings that overflow are left out."""
@@ -124,7 +119,9 @@ class Cuts:
         rows = zip(self._graphs, self._sensitivity.graphs, self.placements(labels), strict=True)
         return [
             _price_matmuls(
-                graph.below, found.calls, {call for call, at in placed.items() if at == (LOW, LOW)}
+                graph.below,
+                found.calls,
+                {call for call, at in placed.items() if at == (LOW, LOW) or graph.wide is not None},
             )
             for graph, found, placed in rows
         ]
@@ -174,7 +171,8 @@ class Cuts:
         where what the level leaves is in fp32.
         """
         if self._sensitivity.level:
-            limit = 0.0 if self._is_wide else min(limit, self.autocast_error**2)
+            is_wide = all(graph.wide is not None for graph in self._graphs)
+            limit = 0.0 if is_wide else min(limit, self.autocast_error**2)
         if (limit, aim) not in self._firsts:
             known = [part.autocast for part in self._parts]
             self._firsts[limit, aim] = within(_prices(self._parts, aim), limit, known)
@@ -262,7 +260,7 @@ def _rows_of(plans: Sequence[Plan], found: GraphSensitivity) -> dict[str, NodePl
 
 
 def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collection[str]) -> PricedMatmuls:
-    """The second cut with measured sensitivity, of calls that run in what they are priced in; others read no copies.
+    """The second cut with measured sensitivity, of calls that have the dtype they are priced in; others read no copies.
 
     What was not measured is never placed below.
     """
@@ -278,7 +276,7 @@ def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collecti
 
     def is_low(var: Var) -> bool:
         name, _ = var  # type: ignore[misc]  # as PlaceLevels names them
-        return second.wide or name in low
+        return name in low
 
     def only_low(problem: Problem) -> Problem:
         kept = Problem({var: times for var, times in problem.unary.items() if is_low(var)})

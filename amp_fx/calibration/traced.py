@@ -37,14 +37,12 @@ from amp_fx.weights.graphs import weight_inputs
 class Second(NamedTuple):
     """The cut of what may run below 16 bits, where autocast's list is low; its variables are (name of the call, role).
 
-    By time, by bytes moved, and the calls that read by measured scales. ``wide``: they are in fp32 otherwise, as the
-    device is slower in 16 bits.
+    By time, by bytes moved, and the calls that read by measured scales.
     """
 
     time: Problem
     by_bytes: Problem
     measured: Collection[str] = ()
-    wide: bool = False
 
 
 #: the second cut, given the scales that calls may read by
@@ -81,12 +79,7 @@ def read_matmuls(
             for matmul, way in chosen.allowed(graph, context).items()
         }
         measured = {matmul.name for matmul, way in matmuls.items() if way.measured}
-        return Second(
-            level_problem(matmuls, level, cost),
-            level_problem(matmuls, level, BYTES),
-            measured,
-            wide is not None,
-        )
+        return Second(level_problem(matmuls, level, cost), level_problem(matmuls, level, BYTES), measured)
 
     if not training:
         # policies below 16 bits differ from autocast in the level alone
@@ -113,6 +106,8 @@ class MeasuredGraph:
     name: str
     #: False where what is planned is called without gradients, with weights of which copies are kept
     training: bool = True
+    #: the profile by which what the level leaves is in fp32, as the device is slower in 16 bits; else None
+    wide: DeviceProfile | None = None
     #: none under policies that are not about levels
     below: Below = lambda _: Second(Problem(), Problem())
 
@@ -120,10 +115,6 @@ class MeasuredGraph:
     def device_type(self) -> str:
         """Type of the device that it runs on."""
         return graph_device(self.gm, self.ambient)
-
-    def is_wide(self, profile: DeviceProfile | None, low: torch.dtype) -> bool:
-        """True where what a policy below 16 bits leaves is in fp32, as the device is slower in 16 bits."""
-        return not self.training and profile is not None and profile.is_slower_in(low)
 
     def priced(
         self, opts: Options, profile: DeviceProfile | None, rows: Mapping[str, CallSensitivity]
