@@ -67,8 +67,8 @@ def read_matmuls(
     fp32, or None. ``names``: call in this graph -> its name in the result.
     """
     plain = replace(opts, profile="off", plan=None, sensitivity=None)
-    level, device = LEVELS[opts.level], graph_device(gm, ambient)
-    placed = PlaceLevels(level, device, cost, joint=training, keeps_weights=not training)
+    level = LEVELS[opts.level]
+    placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training, keeps_weights=not training)
     found: list[Second] = []
 
     def read(graph: fx.GraphModule, context: PassContext, scales: Mapping[str, tuple[float, int]]) -> Second:

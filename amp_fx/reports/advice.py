@@ -304,7 +304,8 @@ def _unaligned(plans: Sequence[Plan]) -> list[Advice]:
 
 
 def _small(plans: Sequence[Plan]) -> list[Advice]:
-    small = [node for plan in plans for node in plan.nodes if node.is_because(Kind.CASTS_COST_MORE)]
+    nodes = (node for plan in plans for node in plan.nodes if node.computed is torch.float32)
+    small = [node for node in nodes if node.is_because(Kind.CASTS_COST_MORE)]
     if not small:
         return []
     where = small[0].module_path or small[0].op

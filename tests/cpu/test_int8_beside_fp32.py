@@ -15,12 +15,11 @@ from torch._inductor.utils import run_and_get_code
 
 import amp_fx
 from amp_fx.passes import PassContext
-from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.viz.words import summary
 from graphs import op_by_op
 from levels import INT8_CPU
-from measured_scales import convnet, images, wrong
+from measured_scales import calibrated, convnet, images, wrong
 
 #: flags of a CPU with VNNI and without instructions for bf16
 FLAGS = {"avx2": True, "avx512_bw": True, "avx512_vnni": True}
@@ -77,6 +76,15 @@ def test_other_policies_and_cpus_without_a_rate_stay_in_fp32(monkeypatch: pytest
             assert wrong(compiled(model, policy=policy)(x), model, x) < 1e-5
 
 
+def test_advice_about_matmuls_in_fp32_leaves_out_those_in_int8() -> None:
+    with torch.no_grad():
+        report = amp_fx.explain(
+            network(), torch.randn(64, 512), options={"policy": "int8", "weights": "cache"}
+        )
+    [text] = [advice.text for advice in report.advice if advice.kind == "small"]
+    assert text.startswith("1 matmul")
+
+
 def test_stored_weights_give_the_same_bits() -> None:
     model, x = network(), torch.randn(64, 512)
     with op_by_op(), torch.inference_mode():
@@ -112,16 +120,12 @@ def test_a_network_by_measured_scales_is_calls_of_onednn_that_read_and_write_byt
     monkeypatch.setattr("amp_fx.rewriting.PassContext", functools.partial(PassContext, weight_bits=bits))
     monkeypatch.setattr("amp_fx.compiling.multiplies_int8", lambda: True)
     INT8_CPU.save(path)
-    cal = amp_fx.calibrate(
-        model, [images() for _ in range(4)], of="outputs", policy="int8", profile=DeviceProfile.load(path)
-    )
-    plan = cal.plan(budget=1000, verify=False)
+    plan = calibrated(model, [images() for _ in range(4)], profile=INT8_CPU).plan(budget=1000, verify=False)
     with torch.inference_mode():
         run = compiled(model, plan=plan, profile=path, cpp_wrapper=False)
         got, [code] = run_and_get_code(run, x)
     assert wrong(got, model, x) < (2.2 if bits == 7 else 1.3) * plan.point.error
-    calls = re.findall(r"onednn\.(qconv\w*|qlinear\w*)\.\w+\(.*?torch\.(\w+)", code)
-    assert len(calls) == 5
-    # three write bytes for the next
-    assert {dtype for _, dtype in calls} == {"uint8", "float32"}
+    # what the next product alone reads is written in bytes, with the activation
+    returned = re.findall(r"onednn\.(?:qconv|qlinear)\w*\.\w+\(.*?torch\.(\w+)", code)
+    assert returned == ["uint8", "uint8", "float32", "uint8", "float32"]
     assert "bfloat16" not in code

@@ -14,10 +14,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from amp_fx.placement.profile import DeviceProfile
 from amp_fx.weights import touch
 from holding import Compiles, Held
-from levels import error, exact
+from levels import INT8_CPU, error, exact
 from small_models import Parts, first, near_autocast
 from writes import WRITES, new_layer
 
@@ -59,9 +58,9 @@ def test_convolutions_in_fp32_are_packed_by_default_with_their_norms_and_linears
     held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the CPU: the profile leaves all in fp32."""
-    wide = DeviceProfile("test", "cpu", {"float32": 1e12, "bfloat16": 1e9, "float16": 1e9}, 1e12, 0.0)
-    monkeypatch.setattr("amp_fx.placement.devices.builtin", lambda _: wide)
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 512))
+    monkeypatch.setattr("amp_fx.placement.devices.builtin", lambda _: INT8_CPU)
+    linear = nn.Linear(576, 512)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), linear)
     net(torch.randn(8, 3, 8, 8))
     run, x = compiled(net.eval(), cpp_wrapper=False), torch.randn(2, 3, 8, 8)
     with torch.no_grad():
@@ -71,13 +70,13 @@ def test_convolutions_in_fp32_are_packed_by_default_with_their_norms_and_linears
         got, codes = run_and_get_code(run, x)
         assert error([got], [exact(net, x)]) < 1e-5
         scale(net)
-        net[1].running_mean.add_(0.5)  # type: ignore[operator,union-attr]  # a buffer
+        net.get_buffer("1.running_mean").add_(0.5)
         assert error([run(x)], [exact(net, x)]) < 1e-5
     [code] = codes
     assert "convolution_pointwise" in code
     assert "rsqrt" not in code
     # a convolution's weights, perhaps padded, and its bias; not the linear's
-    assert 3 * 16 * 9 * 4 <= held.bytes() < 100_000 < net[4].weight.nbytes  # type: ignore[operator,union-attr]  # a linear
+    assert 3 * 16 * 9 * 4 <= held.bytes() < 100_000 < linear.weight.nbytes
 
 
 @pytest.mark.usefixtures("op_by_op")
