@@ -47,6 +47,7 @@ from amp_fx.passes import (
     run_in_order,
 )
 from amp_fx.passes.base import mark_because
+from amp_fx.placement.attention import SCORES_AT_ONCE
 from amp_fx.placement.layout import convert_op
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
@@ -264,6 +265,7 @@ def lower(
         wide_results=wide_results,
         products=products,
         low_scores=opts.policy.base == "fast",
+        scores_at_once=SCORES_AT_ONCE * torch.get_num_threads(),
     )
     own = {**_hook("joint", joint, opts), **_hook("post_grad", PARTITIONED, opts)}
     # calls from Python take up to a seventh of a small model's time, in training less; apart, C++ compiles as fast

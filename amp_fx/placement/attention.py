@@ -1,17 +1,17 @@
 """What the ways to compute attention on a CPU take, by the sizes of a call.
 
-Both keep scores and gradients of probabilities in fp32, and multiply probabilities and gradients of scores in 16 bits:
+Both have scores and gradients of probabilities as exact as in fp32, and multiply probabilities and gradients of scores
+in 16 bits:
 
 * the flash kernel of torch goes through blocks of queries and keys, and multiplies two of them by calls of a library.
   With few queries and keys these calls take most of the time.
-* two products of all heads, with a softmax between them, store the scores. With many queries and keys they leave the
-  caches, and each pass over them reads memory.
+* two products of all heads, with a softmax between them, store the scores. What is in fp32 is two products in 16 bits:
+  the second gives what rounding has taken from the first.
 
-Constants are fitted to 18 sizes on a Zen 4, torch 2.13, one thread (12 to 384 heads, 32 to 1024 queries): two
-products took 0.19 to 1.47 of the flash kernel's time, forward and backward; predicted was 0.8 to 1.3 times what was
-found. That was with 16-bit probabilities in the backward; fp32, 9 to 16 % of a call, is part of its softmax. With AMX
-(Sapphire Rapids, one thread, 6 sizes) two products took 0.20 to 2.0 of the kernel's time, and 1.6 to 5 times as long in
-the forward alone; predicted was 0.7 to 1.05 times what was found.
+Constants are fitted to 22 sizes on a Zen 5, torch 2.13, one thread (2 to 256 heads, 16 to 2,048 queries): two products
+took 0.42 to 0.86 of the flash kernel's time, forward and backward 0.11 to 0.69 (1.1 where glibc hands memory back), but
+for a head of 2,048 x 2,048 scores (1.0 to 1.65) and, forward alone, for four heads of 16 x 16 (3.5). Predicted was 0.65
+to 1.6 times what was found. Of a Zen 4 and of AMX only the flash kernel's constants were measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value, graph_inputs_of, is_parameter
-from amp_fx.placement.profile import FLASH_BLOCK, FLASH_BLOCK_BACKWARD, FLASH_QUERY, DeviceProfile
+from amp_fx.placement.profile import FLASH, FLASH_BLOCKS, FLASH_QUERY, DeviceProfile
 
 #: share of the flash kernel's time from which products are taken: predictions are that good
 PAYS = 0.88
@@ -31,25 +31,25 @@ PAYS = 0.88
 _KEYS = 512
 #: queries from which the flash kernel takes blocks of so many (``cpu_flash_attention`` of torch 2.13)
 _QUERIES = ((768, 256), (192, 64), (0, 32))
-#: share of the rate of products in 16 bits that the flash kernel reaches inside, in the forward and in the backward,
-#: and how often that in fp32 the backward reaches at most: with AMX it stays far below the first
-_FLASH_REACHES = 0.45, 0.65
-_BACKWARD_REACHES = 1.9
-#: share of the nominal rates that two products of all heads reach
-_PRODUCTS_REACH = 1.5
 #: operations of the softmax for a score, forward and backward: as many as a product in fp32 does meanwhile
-_SOFTMAX = 70, 150
-#: likewise where a row of scores is no multiple of a vector, and where a causal mask is applied
-_RAGGED, _CAUSAL = 55, 40
-#: likewise for an element of an operand, which is widened and laid out
-_OPERAND = 130, 180
+_SOFTMAX = 70, 100
+#: likewise where a causal mask is applied
+_CAUSAL = 20
+#: likewise for an element of an operand, which is laid out
+_OPERAND = 10, 20
 #: likewise for a score that is beyond the caches, and how many scores they hold
 _BEYOND, _CACHE = 170, 2e6
+#: products, forward and backward: one in fp32 is two in 16 bits
+_PRODUCTS = 3, 5
+#: kernels and calls that there are besides the flash kernel's
+_KERNELS = 5, 8
+#: how many scores a thread has at a time in inference, where a head has no more: they stay in its cache, and in memory
+#: that the block before has left. Each value is 1 MB; of larger ones the C library hands some back, and page faults of
+#: the next call take up to 1.5 times the flash kernel's time (glibc, 48 x 256 x 256)
+SCORES_AT_ONCE = 500_000
 #: times the time of a copy of so many bytes that products take for a single query: 0.37 ns for 4 bytes (Zen 4 and
 #: Sapphire Rapids, one thread)
 _READS = 1.4
-#: products that are taken in fp32 and in 16 bits, forward and backward
-_WIDE, _LOW = (1, 1), (1, 3)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Attention:
 
     def flash(self, profile: DeviceProfile) -> float | None:
         """Seconds of the flash kernel, and of its backward; None where the profile does not know."""
-        if FLASH_BLOCK not in profile.calls or FLASH_BLOCK_BACKWARD not in profile.calls:
+        if not profile.calls.keys() >= set(FLASH):
             return None
         rows = next(rows for least, rows in _QUERIES if self.queries >= least)
         starts = range(0, self.queries, rows)
@@ -74,27 +74,37 @@ class Attention:
         blocks = self.heads * sum(-(-keys // _KEYS) for keys in read)
         scores = self.heads * rows * sum(min(self.keys, -(-keys // _KEYS) * _KEYS) for keys in read)
         seconds = 0.0
-        for backward, block in enumerate((FLASH_BLOCK, FLASH_BLOCK_BACKWARD)[: 1 + self.training]):
-            products = (2, 5)[backward]
-            rate = profile.peak["bfloat16"] * _FLASH_REACHES[backward]
-            rate = min(rate, profile.peak["float32"] * _BACKWARD_REACHES) if backward else rate
-            seconds += blocks * profile.calls[block] + products * 2 * scores * self.width / rate
+        for (block, product), products in zip(FLASH_BLOCKS[: 1 + self.training], (2, 5), strict=False):
+            flop = products * 2 * scores * self.width
+            seconds += blocks * profile.calls[block] + flop * profile.calls[product]
         return seconds
 
     def products(self, profile: DeviceProfile) -> float:
         """Seconds of two products around a softmax, and of their backward."""
         scores = self.heads * self.queries * self.keys
         operands = self.heads * (self.queries + self.keys) * self.width
-        each = _RAGGED * (self.keys % 16 > 0) + _CAUSAL * self.causal
-        beyond = max(0.0, scores - _CACHE) * _BEYOND
+        # in inference blocks of heads follow each other
+        at_once = scores if self.training else self.queries * self.keys
+        beyond = scores * max(0.0, 1 - _CACHE / at_once) * _BEYOND
         wide, low = profile.peak["float32"], profile.peak["bfloat16"]
         seconds = 0.0
         for backward in range(1 + self.training):
-            lowered = self.low_scores and not backward
-            products = (_WIDE[backward] - lowered) / wide + (_LOW[backward] + lowered) / low
-            seconds += 2 * scores * self.width * products / _PRODUCTS_REACH
-            seconds += (scores * (_SOFTMAX[backward] + each) + operands * _OPERAND[backward] + beyond) / wide
+            products = _PRODUCTS[backward] - (self.low_scores and not backward)
+            softmax = scores * (_SOFTMAX[backward] + _CAUSAL * self.causal) + beyond
+            seconds += products * 2 * scores * self.width / low
+            seconds += (softmax + operands * _OPERAND[backward]) / wide + _KERNELS[backward] * profile.launch
         return seconds
+
+
+def block_of(batch: int, heads: int, queries: int, keys: int, scores: int) -> tuple[int, int]:
+    """How many sequences, and how many heads of each, have about so many scores together."""
+    fitting = max(1, scores // (queries * keys))
+    some = max(count for count in range(1, heads + 1) if heads % count == 0 and count <= fitting)
+    if some < heads:
+        return 1, some
+    return max(
+        count for count in range(1, batch + 1) if batch % count == 0 and count * heads <= fitting
+    ), heads
 
 
 def single_query(profile: DeviceProfile) -> tuple[float, float, float] | None:

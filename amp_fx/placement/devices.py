@@ -13,9 +13,7 @@ from amp_fx.errors import did_you_mean
 from amp_fx.placement.gpus import ROCM, Gpu, gpu_row
 from amp_fx.placement.profile import (
     DEVICE_TYPES,
-    FLASH_BLOCK,
-    FLASH_BLOCK_BACKWARD,
-    FLASH_QUERY,
+    FLASH,
     FLOAT8,
     INT8,
     DeviceProfile,
@@ -77,7 +75,7 @@ class _Cpu(NamedTuple):
     float16: float  # relative to float32
     int8: float | None = None  # likewise: packed weights, products summed in int32; None: slower than bf16
     # seconds of one thread in the flash kernel, as many as are known: for an element of a key and of a value with a
-    # single query; for a pair of blocks, forward and backward
+    # single query; for a pair of blocks and an operation of their products, in the forward, and in the backward
     flash: tuple[float, ...] = ()
 
 
@@ -85,7 +83,7 @@ class _Cpu(NamedTuple):
 #: heads of 64, 129 keys: 233 us, fp32 62, as two products 38; 12 heads, 2,048 keys: 2,951, 896 and 526 us
 _LOOP = 1.9e-9
 #: with AMX, measured on a Sapphire Rapids. 12 heads of 64, a single query, 2,048 keys: 466 us, as two products 581
-_AMX_FLASH = 0.3e-9, 3e-6, 72e-6
+_AMX_FLASH = 0.3e-9, 3e-6, 4.1e-12, 72e-6, 5.3e-12
 
 #: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
 #: sustained clock, times 0.7 for what a GEMM reaches. "Measured": torch 2.13, one thread of a Zen 4, where
@@ -107,12 +105,20 @@ _CPUS = (
     ),
     # Zen 5: bf16 vectors are as wide as the registers, and MKL runs fp32 with AVX2 on AMD. Measured on one: 4.4.
     _Cpu(
-        "avx512_bf16 zen5", frozenset({"avx512_bf16", "avx512_vp2intersect"}), 90e9, 4.0, 0.03, 8.0, (_LOOP,)
+        "avx512_bf16 zen5",
+        frozenset({"avx512_bf16", "avx512_vp2intersect"}),
+        90e9,
+        4.0,
+        0.03,
+        8.0,
+        (1.4e-9, 3.5e-6, 12e-12, 48e-6, 7.5e-12),
     ),
     # Cooper Lake, Zen 4. Measured: bf16 2.2 in a GEMM, 1.8 in a whole GPT step. oneDNN has no fp16
     # kernel here, ATen's own loops do 0.15 (linear) or 0.02 (mm): 0.04 in all, less for larger matrices. int8
     # (VNNI), a layer of 2048 with packed weights: 1.5 times bf16 at 1 row, 1.8 at 16, 2.0 at 128.
-    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, (_LOOP, 4e-6, 45e-6)),
+    _Cpu(
+        "avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, (_LOOP, 4e-6, 10e-12, 45e-6, 7e-12)
+    ),
     # Cascade Lake to Ice Lake. bf16 as in the next row. int8: assumed; the Zen 4 reaches 4.0 by the same instructions.
     _Cpu("avx512 vnni", frozenset({"avx512_bw", "avx512_vnni"}), 100e9, 0.4, 0.03, 3.0),
     # Skylake: oneDNN emulates bf16 in fp32 vectors. Measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE:
@@ -179,7 +185,7 @@ def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     exact = max(1.0, row.bfloat16 * _CPU_FLOAT32_AS_BFLOAT16) if may_round else 1.0
     relative = {"float32": exact, "bfloat16": row.bfloat16, "float16": row.float16, INT8: row.int8}
     per_thread, socket = _CPU_BANDWIDTH
-    flash = zip((FLASH_QUERY, FLASH_BLOCK, FLASH_BLOCK_BACKWARD), row.flash, strict=False)
+    flash = zip(FLASH, row.flash, strict=False)
     return DeviceProfile(
         name=f"{row.name}, {threads} threads",
         device_type="cpu",

@@ -13,8 +13,7 @@ import torch
 from amp_fx.placement.devices import builtin
 from amp_fx.placement.profile import (
     DTYPES,
-    FLASH_BLOCK,
-    FLASH_BLOCK_BACKWARD,
+    FLASH_BLOCKS,
     FLASH_QUERY,
     FLOAT8,
     INT8,
@@ -189,23 +188,41 @@ def _copy(size: int, device_type: str) -> _Task:
 
 
 def _flash_calls() -> dict[str, _Task]:
-    """The flash kernel for attention on a CPU where a head is a pair of blocks, its backward, and single queries."""
-    aten, heads = torch.ops.aten, 256
-    query = torch.randn(1, heads, 32, 16).to(torch.bfloat16)
-    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, query, query)
+    """The flash kernel for attention on a CPU, and its backward, where blocks and where products take the time.
+
+    A head is a pair of blocks with few products in the first, and three pairs, as large as they get, in the second.
+    Single queries, too: their keys are beyond the caches of a core, as those of a decode step.
+    """
+    few, many = 256, 4 * torch.get_num_threads()
+    queries, keys, width = 768, 512, 64
+    flop = 4 * many * queries * keys * width
+    blocks, products = zip(*FLASH_BLOCKS, strict=True)
+    return {
+        **_forward_and_backward(blocks, torch.Size((1, few, 32, 16)), 32, (few, few)),
+        **_forward_and_backward(products, torch.Size((1, many, queries, width)), keys, (flop, flop * 5 / 2)),
+        FLASH_QUERY: _single_query(),
+    }
+
+
+def _forward_and_backward(
+    names: tuple[str, ...], shape: torch.Size, keys: int, work: tuple[float, float]
+) -> dict[str, _Task]:
+    aten = torch.ops.aten
+    query, gradient = torch.randn(2, *shape).to(torch.bfloat16)
+    key = torch.randn(*shape[:2], keys, shape[-1]).to(torch.bfloat16)
+    forward = partial(aten._scaled_dot_product_flash_attention_for_cpu, query, key, key)
+    out, sums = forward()
     backward = partial(
         aten._scaled_dot_product_flash_attention_for_cpu_backward,
-        query, query, query, query, out, sums, 0.0, False,
+        gradient, query, key, key, out, sums, 0.0, False,
     )  # fmt: skip
-    forward = partial(aten._scaled_dot_product_flash_attention_for_cpu, query, query, query)
-    # beyond the caches of a core, as those of a decode step
+    return dict(zip(names, map(_Task, (forward, backward), work), strict=True))
+
+
+def _single_query() -> _Task:
     keys, values = torch.randn(2, 1, 16, 2048, 64).to(torch.bfloat16)
-    single = partial(aten._scaled_dot_product_flash_attention_for_cpu, keys[:, :, :1], keys, values)
-    return {
-        FLASH_BLOCK: _Task(forward, heads),
-        FLASH_BLOCK_BACKWARD: _Task(backward, heads),
-        FLASH_QUERY: _Task(single, keys.numel()),
-    }
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return _Task(partial(call, keys[:, :, :1], keys, values), keys.numel())
 
 
 def _launch(device_type: str) -> _Task:

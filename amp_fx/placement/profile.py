@@ -33,14 +33,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FLOAT8 = "float8_e4m3fn"
 #: the key of the rate of products of 8-bit integers
 INT8 = "int8"
-#: what the flash kernel for attention on a CPU takes for a block of queries and one of keys, beside the products
-FLASH_BLOCK, FLASH_BLOCK_BACKWARD = "flash_block", "flash_block_backward"
-#: what it takes for an element of a key and one of a value where each head has a single query
+#: what the flash kernel for attention on a CPU takes for an element of a key and one of a value where each head has a
+#: single query
 FLASH_QUERY = "flash_query"
-#: what a profile may have a matmul rate for, and which calls of libraries that take time beside their arithmetic
+#: what it takes for a block of queries and one of keys, and for an operation of their products, forward and backward
+FLASH_BLOCKS = ("flash_block", "flash_product"), ("flash_block_backward", "flash_product_backward")
+FLASH = (FLASH_QUERY, *FLASH_BLOCKS[0], *FLASH_BLOCKS[1])
+#: what a profile may have a matmul rate for, and parts of calls of libraries that it may have times of
 _KEYS = {
     "peak": tuple(dict.fromkeys(level.rate for level in LEVELS.values())),
-    "calls": (FLASH_BLOCK, FLASH_BLOCK_BACKWARD, FLASH_QUERY),
+    "calls": FLASH,
 }
 
 _FORMAT = "amp_fx device profile"
@@ -63,8 +65,8 @@ class DeviceProfile:
     bandwidth: float  # of main or device memory, in bytes/s, reads and writes together
     #: what a kernel of its own costs at least, in seconds: the launch on CUDA, the call and a parallel region on CPU
     launch: float
-    #: name -> seconds, on all threads together, that a call of a library takes beside its arithmetic: the flash
-    #: kernel's blocks, where they were measured
+    #: name -> seconds, on all threads together, that a part of a library's call takes: the flash kernel's blocks and
+    #: their products, where they were measured
     calls: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def is_slower_in(self, low: torch.dtype | None) -> bool:

@@ -14,6 +14,7 @@ from amp_fx.graphs.calls import argument_value, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import PRODUCTS_MARK
 from amp_fx.passes.base import Pass, PassContext, marked
+from amp_fx.placement.attention import block_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -52,6 +53,7 @@ class Attend(Pass):
     marks: tuple[str, ...] = ()  # names in the plan of the calls that are written so
     #: policy fast: scores come from a product in 16 bits, and are widened for the softmax
     low_scores: bool = False
+    at_once: int | None = None  # scores in a block of heads, in inference; None: all
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         written = 0
@@ -60,7 +62,7 @@ class Attend(Pass):
                 continue
             backwards = _readers_of_sums(flash)
             if all(reader.target is _FLASH_BACKWARD for reader in backwards):
-                _write(flash, backwards, low_scores=self.low_scores)
+                _write(flash, backwards, low_scores=self.low_scores, at_once=self.at_once)
                 written += 1
         return f"{written} calls of attention are two products around a softmax"
 
@@ -75,9 +77,9 @@ def _readers_of_sums(flash: fx.Node) -> list[fx.Node]:
     return [reader for item in sums for reader in readers(item, passes_on) if not passes_on(reader)]
 
 
-def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool) -> None:
+def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_once: int | None) -> None:
     """Writes the products, and takes the kernel and its backwards out of the graph."""
-    probabilities, out = _forward(flash, low_scores=low_scores)
+    probabilities, out = _forward(flash, low_scores=low_scores, at_once=None if backwards else at_once)
     for backward in backwards:
         made = dict(enumerate(_backward(backward, probabilities, out)))
         for item in list(backward.users):
@@ -131,11 +133,24 @@ class _Writer:
         # how many rows is not always known
         return self(aten.view.default, node, [math.prod(outer), -1, columns])
 
+    def part(self, node: fx.Node, dim: int, start: int, size: int) -> fx.Node:
+        """So many of a dimension, from one on; all where it has no more, or stands for all."""
+        value = node.meta["val"]
+        if value.ndim < -dim or value.shape[dim] in (1, size):
+            return node
+        return self(aten.slice.Tensor, node, dim % value.ndim, start, start + size)
+
     def turned(self, node: fx.Node) -> fx.Node:
         return self(aten.permute.default, node, [0, 2, 1])
 
     def bmm(self, one: fx.Node, other: fx.Node) -> fx.Node:
         return self(aten.bmm.default, one, other)
+
+    def wide(self, one: fx.Node, other: fx.Node) -> fx.Node:
+        """The product in fp32: one in 16 bits, and what its rounding lost, which is a product of the same minus it."""
+        high = self.bmm(one, other)
+        lost = self(aten.baddbmm.default, high, one, other, beta=-1)
+        return self(aten.add.Tensor, self.cast(high), self.cast(lost))
 
     def shaped(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
         """Matrices as the kernel returns them: four dimensions, in the order of its strides."""
@@ -154,28 +169,52 @@ class _Writer:
         return self(aten.permute.default, turned, [order.index(dim) for dim in range(like.ndim)])
 
 
-def _forward(flash: fx.Node, *, low_scores: bool) -> tuple[fx.Node, fx.Node]:
-    """The probabilities in fp32, ``[batch * heads, queries, keys]``, and the result as the kernel returns it."""
+def _forward(flash: fx.Node, *, low_scores: bool, at_once: int | None) -> tuple[fx.Node, fx.Node]:
+    """The probabilities of the last block in fp32, ``[heads of it, queries, keys]``, and the kernel's result."""
     query, key, value = _tensors(flash, 3)
     write = _Writer(flash, query)
+    batch, heads, queries, _ = query.meta["val"].shape
+    if queries == 1:
+        # Inductor reads the keys once, where they lie, and adds up in fp32
+        query, key = write.cast(query), write.cast(key)
+    matrices = write.matrices(query), write.turned(write.matrices(key)), write.matrices(value)
+    block = batch, heads
+    if at_once is not None and queries > 1:
+        block = block_of(batch, heads, queries, key.meta["val"].shape[-2], at_once)
+    outs = []
+    for start in range(0, batch * heads, math.prod(block)):
+        rows, columns, values = (write.part(each, 0, start, math.prod(block)) for each in matrices)
+        if queries == 1 or low_scores:
+            scores = write.cast(write.bmm(rows, columns))
+        else:
+            scores = write.wide(rows, columns)
+        probabilities = _softmax(flash, write, scores, block, divmod(start, heads))
+        outs.append(write.bmm(write.cast(probabilities, value.meta["val"].dtype), values))
+    out = outs[0] if len(outs) == 1 else write(aten.cat.default, outs)
+    return probabilities, write.shaped(out, flash.meta["val"][0])
+
+
+def _softmax(
+    flash: fx.Node, write: _Writer, scores: fx.Node, block: tuple[int, int], start: tuple[int, int]
+) -> fx.Node:
+    """Probabilities of the scores of a block: so many sequences and heads, from those on."""
     mask, scale = argument_value(flash, "attn_mask"), argument_value(flash, "scale")
-    shape = query.meta["val"].shape
-    factor = 1 / math.sqrt(shape[-1]) if scale is None else scale
-    if low_scores:
-        scores = write.cast(write.bmm(write.matrices(query), write.turned(write.matrices(key))))
+    *_, queries, width = flash.args[0].meta["val"].shape  # type: ignore[union-attr]  # the query
+    factor = 1 / math.sqrt(width) if scale is None else scale
+    # Inductor looks for a scale in front of a softmax, and would keep a way for scores that are not finite
+    late = mask is None and factor > 0
+    if not late:
         scores = write(aten.mul.Tensor, scores, factor)
-    else:
-        scaled = write(aten.mul.Tensor, write.cast(query), factor)
-        scores = write.bmm(write.matrices(scaled), write.turned(write.matrices(write.cast(key))))
-    keys = key.meta["val"].shape[-2]
     if mask is not None:
-        four = write(aten.view.default, scores, [*shape[:-1], -1])
+        for dim, first, size in zip((-4, -3), start, block, strict=True):
+            mask = write.part(mask, dim, first, size)
+        four = write(aten.view.default, scores, [*block, queries, -1])
         four = write(aten.add.Tensor, four, write.cast(mask))
-        scores = write(aten.view.default, four, [math.prod(shape[:-2]), shape[-2], -1])
+        scores = write(aten.view.default, four, [math.prod(block), queries, -1])
+    device = scores.meta["val"].device
     if argument_value(flash, "is_causal"):
-        device = query.meta["val"].device
         options = {"start": 0, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
-        rows, columns = (write(prims.iota.default, size, **options) for size in (shape[-2], keys))
+        rows, columns = (write(prims.iota.default, size, **options) for size in scores.meta["val"].shape[1:])
         seen = write(aten.ge.Tensor, write(aten.unsqueeze.default, rows, 1), columns)
         hidden = write(aten.full.default, [], -math.inf, dtype=torch.float32, device=device)
         scores = write(aten.where.self, seen, scores, hidden)
@@ -183,15 +222,14 @@ def _forward(flash: fx.Node, *, low_scores: bool) -> tuple[fx.Node, fx.Node]:
     if mask is not None:
         # a row in which all is masked: the kernel returns zeros
         nothing = write(aten.eq.Scalar, largest, -math.inf)
-        zero = write(aten.full.default, [], 0.0, dtype=torch.float32, device=query.meta["val"].device)
+        zero = write(aten.full.default, [], 0.0, dtype=torch.float32, device=device)
         largest = write(aten.where.self, nothing, zero, largest)
-    exp = write(aten.exp.default, write(aten.sub.Tensor, scores, largest))
+    below = write(aten.sub.Tensor, scores, largest)
+    exp = write(aten.exp.default, write(aten.mul.Tensor, below, factor) if late else below)
     total = write(aten.sum.dim_IntList, exp, [-1], True)
     if mask is not None:
         total = write(aten.where.self, nothing, write(aten.add.Tensor, total, 1.0), total)
-    probabilities = write(aten.div.Tensor, exp, total)
-    out = write.bmm(write.cast(probabilities, value.meta["val"].dtype), write.matrices(value))
-    return probabilities, write.shaped(out, flash.meta["val"][0])
+    return write(aten.mul.Tensor, exp, write(aten.reciprocal.default, total))
 
 
 def _backward(backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[fx.Node]:
@@ -204,9 +242,9 @@ def _backward(backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[f
     g = write.matrices(gradient)
     # turned first: the forward's cast would be kept for the backward beside the probabilities
     of_value = write.bmm(write.cast(write.turned(probabilities), low), g)
-    wide = write.cast(gradient)
-    of_probabilities = write.bmm(write.matrices(wide), write.turned(write.matrices(write.cast(value))))
-    row = write(aten.sum.dim_IntList, write(aten.mul.Tensor, wide, write.cast(out)), [-1], True)
+    of_probabilities = write.wide(g, write.turned(write.matrices(value)))
+    row = write(aten.mul.Tensor, write.cast(gradient), write.cast(out))
+    row = write(aten.sum.dim_IntList, row, [-1], True)
     row = write(aten.view.default, row, [*of_probabilities.meta["val"].shape[:2], 1])
     of_scores = write(aten.mul.Tensor, probabilities, write(aten.sub.Tensor, of_probabilities, row))
     of_scores = write.cast(write(aten.mul.Tensor, of_scores, factor), low)
