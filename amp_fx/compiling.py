@@ -253,7 +253,9 @@ def lower(
     """Compiles a graph with Inductor, rewritten or as Dynamo made it; ``place`` says afterwards what it chose."""
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
     wide_results = mark_because(gm, Kind.WIDE_RESULT, RESULT_MARK)
-    products = mark_because(gm, Kind.PRODUCTS, PRODUCTS_MARK)
+    products, low_products = (
+        mark_because(gm, kind, PRODUCTS_MARK) for kind in (Kind.PRODUCTS, Kind.LOW_PRODUCTS)
+    )
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
     devices = graph_devices(gm)
@@ -264,7 +266,7 @@ def lower(
         levels=place,
         wide_results=wide_results,
         products=products,
-        low_scores=opts.policy.base == "fast",
+        low_products=low_products,
         scores_at_once=SCORES_AT_ONCE * torch.get_num_threads(),
     )
     own = {**_hook("joint", joint, opts), **_hook("post_grad", PARTITIONED, opts)}

@@ -103,14 +103,14 @@ def joint_passes(
     levels: PlaceLevels | None = None,
     wide_results: tuple[str, ...] = (),
     products: tuple[str, ...] = (),
-    low_scores: bool = False,
+    low_products: tuple[str, ...] = (),
     scores_at_once: int | None = None,
 ) -> tuple[Pass, ...]:
     """The passes on Inductor's joint graph, in order.
 
-    ``wide_results`` and ``products`` are marked calls: whose results a rule has in fp32, and attention that is written
-    as two products around a softmax. With ``low_scores`` the first of these is in 16 bits. In inference the second are
-    taken in blocks of heads, with so many ``scores_at_once``.
+    ``wide_results``, ``products`` and ``low_products`` are marked calls: whose results a rule has in fp32, and attention
+    that is written as two products around a softmax, of scores in fp32 or in 16 bits. In inference these are taken in
+    blocks of heads, with so many ``scores_at_once``.
     """
     passes: list[Pass] = [] if scale is None else [scale]
     if levels is not None:
@@ -118,7 +118,11 @@ def joint_passes(
     is_measured = any(device_row(device).has_rates for device in devices)
     if is_measured:
         passes.append(SeparateOutputs())
-    passes += [Attend(products, low_scores, scores_at_once), LayOutGradients(), GemmEpilogue(wide_results)]
+    passes += [
+        Attend(products + low_products, low_products, scores_at_once),
+        LayOutGradients(),
+        GemmEpilogue(wide_results),
+    ]
     if is_measured and numerics != "eager":
         # eager: bit for bit what the decompositions give, which do not know whether eager PyTorch rounds here
         passes.append(KeepStatistics())

@@ -62,7 +62,7 @@ class Attention:
     width: int  # of a head
     causal: bool = False  # a query reads no later key
     training: bool = False  # the call is differentiated, so that both take a backward, too
-    low_scores: bool = False  # the product that gives the scores is in 16 bits, too (policy fast)
+    low_scores: bool = False  # the product that gives the scores is in 16 bits, too
 
     def flash(self, profile: DeviceProfile) -> float | None:
         """Seconds of the flash kernel, and of its backward; None where the profile does not know."""

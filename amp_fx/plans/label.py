@@ -46,6 +46,7 @@ class Kind(str, enum.Enum):
     NO_WIDE_RESULT = "no-wide-result", "in fp32: {device} has no {op} that reads {low} and writes fp32"
     # implementations of a call
     PRODUCTS = "attention-products", "two products around a softmax in fp32: {why}"
+    LOW_PRODUCTS = "attention-low-products", "two products around a softmax, its scores in 16 bits: {why}"
     FLASH = "attention-flash", "flash kernel: {why}"
     LISTED = "listed", "{why}"
     UNLISTED = "unlisted", "not on the op lists: left as traced"

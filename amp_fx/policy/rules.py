@@ -45,7 +45,7 @@ RESULTS = {"fp32": "the sum as it is, which the product is added up in"}
 #: how attention in 16 bits is computed on a CPU -> what it means
 IMPLEMENTATIONS = {
     "flash": "by the flash kernel of torch",
-    "products": "as two products around a softmax in fp32",
+    "products": "as two products around a softmax",
 }
 _ATTENTION = "scaled_dot_product_attention"
 

@@ -26,7 +26,9 @@ class ChooseAttention(Pass):
     3. a user's rule with ``"implementation"``.
     4. a single query, whatever the number of keys, known or not: by what an element of a key takes. The products took
        0.08 to 0.6 of the kernel's time on a Zen 4, with 8 to 4,096 keys, and 0.7 to 1.3 of it with AMX (torch 2.13).
-    5. the one that takes fewer operations (:class:`amp_fx.placement.attention.Attention`).
+    5. the one that takes less time (:class:`amp_fx.placement.attention.Attention`).
+
+    Scores are as exact as in fp32, but with policy ``fast``, and in inference ``int8``: there they are in bf16.
 
     The graph is not changed. :class:`amp_fx.passes.inductor.attend.Attend` writes the products, forward and backward::
 
@@ -43,7 +45,7 @@ class ChooseAttention(Pass):
                 continue
             reason = _choice(node, plan, context)
             plan.reasons += (reason,)
-            chosen += reason.kind is Kind.PRODUCTS
+            chosen += reason.kind is not Kind.FLASH
         return f"{chosen} calls of attention are two products around a softmax"
 
 
@@ -56,7 +58,7 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
     if rule is not None and rule.implementation is not None:
         # with operands that were low before, its precision changes nothing
         context.matched.add(rule)
-        kind = Kind.PRODUCTS if rule.implementation == "products" else Kind.FLASH
+        kind = _products(context) if rule.implementation == "products" else Kind.FLASH
         return Reason.of(kind, why="as the rule has it")
     if context.profile is None:
         return Reason.of(Kind.FLASH, why="without a profile nothing is known of their times")
@@ -64,7 +66,7 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
     *outer, queries, width = query.shape
     if queries == 1:
         times = single_query(context.profile)
-        return _cheaper(times and times[1] / times[2], "a single query")
+        return _cheaper(Kind.PRODUCTS, times and times[1] / times[2], "a single query")
     sizes = Attention(
         heads=math.prod(outer),
         queries=queries,
@@ -72,15 +74,22 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
         width=width,
         causal=bool(argument_value(node, "is_causal")),
         training=context.training,
-        low_scores=context.policy.base == "fast",
+        low_scores=_products(context) is Kind.LOW_PRODUCTS,
     )
     flash = sizes.flash(context.profile)
     share = flash and sizes.products(context.profile) / flash
-    return _cheaper(share, f"{sizes.heads} x {sizes.queries} x {sizes.keys} scores")
+    return _cheaper(_products(context), share, f"{sizes.heads} x {sizes.queries} x {sizes.keys} scores")
 
 
-def _cheaper(share: float | None, what: str) -> Reason:
+def _products(context: PassContext) -> Kind:
+    """Products with scores as exact as the policy asks for: what int8 rounds is far beyond bf16's error of a score."""
+    rounds = context.policy.base == "fast" or (context.policy.base == "int8" and not context.training)
+    return Kind.LOW_PRODUCTS if rounds else Kind.PRODUCTS
+
+
+def _cheaper(products: Kind, share: float | None, what: str) -> Reason:
     if share is None:
         return Reason.of(Kind.FLASH, why="the profile has no times of the flash kernel")
-    kind = Kind.PRODUCTS if share < PAYS else Kind.FLASH
-    return Reason.of(kind, why=f"products take {share:.2f} of its time for {what}")
+    return Reason.of(
+        products if share < PAYS else Kind.FLASH, why=f"products take {share:.2f} of its time for {what}"
+    )

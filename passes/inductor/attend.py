@@ -1,4 +1,4 @@
-"""Write attention on a CPU as two products around a softmax in fp32."""
+"""Write attention on a CPU as two products around a softmax."""
 
 from __future__ import annotations
 
@@ -29,40 +29,42 @@ _ALIASES = (aten.alias.default, aten.detach.default)
 class Attend(Pass):
     """Runs on Inductor's joint graph (forward and backward together).
 
-    The flash kernel for CPU multiplies blocks of 32 to 64 queries, each by a library call of its own. With few queries
-    and keys those calls take most of its time; one product of all heads does not have them. Scores, and the gradients
-    of the probabilities, are in fp32 here as in the kernel: rounded to 16 bits they would double the error of the
-    call. Probabilities and the gradients of the scores are multiplied in 16 bits, as in the kernel.
+    The flash kernel for CPU multiplies blocks of 32 to 256 queries, each by library calls of its own. With few queries
+    and keys those calls take most of its time; one product of all heads does not have them. Rounded to 16 bits, scores
+    and gradients of probabilities would double the error of the call. So each is two products in 16 bits: what the
+    first has rounded off, its sum minus itself, is the second. Probabilities and the gradients of the scores are
+    multiplied in 16 bits, as in the kernel. Without a backward, heads follow each other in blocks.
 
     Before (8 heads in a batch), and after::
 
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)   # bf16[1, 8, 64, 32]
         out = operator.getitem(flash, 0)
         # after
-        scores = torch.ops.aten.bmm.default(q_fp32, k_fp32_t)         # f32[8, 64, 64]
-        exp = torch.ops.aten.exp.default(sub)                         # minus the largest of each row
-        div = torch.ops.aten.div.Tensor(exp, sum_1)
-        low = torch.ops.prims.convert_element_type.default(div, torch.bfloat16)
+        bmm = torch.ops.aten.bmm.default(q, k_t)                      # bf16[8, 64, 64]
+        baddbmm = torch.ops.aten.baddbmm.default(bmm, q, k_t, beta=-1)
+        scores = torch.ops.aten.add.Tensor(bmm_fp32, baddbmm_fp32)    # f32[8, 64, 64]
+        exp = torch.ops.aten.exp.default(mul)                         # minus the largest of each row, times the scale
+        probabilities = torch.ops.aten.mul.Tensor(exp, reciprocal)
+        low = torch.ops.prims.convert_element_type.default(probabilities, torch.bfloat16)
         out = torch.ops.aten.bmm.default(low, v)                      # bf16[8, 64, 32], viewed as [1, 8, 64, 32]
 
-    The backward reads ``div`` and ``out``, and is written likewise: gradients of scores are rounded once, as in the
-    kernel, which has probabilities in fp32, too. Calls are marked on the captured graph, by
+    The backward reads ``probabilities`` and ``out``, and is written likewise: gradients of scores are rounded once, as
+    in the kernel, which has probabilities in fp32, too. Calls are marked on the captured graph, by
     :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`.
     """
 
     marks: tuple[str, ...] = ()  # names in the plan of the calls that are written so
-    #: policy fast: scores come from a product in 16 bits, and are widened for the softmax
-    low_scores: bool = False
+    low: tuple[str, ...] = ()  # those of them whose scores come from a product in 16 bits, and are widened
     at_once: int | None = None  # scores in a block of heads, in inference; None: all
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         written = 0
         for flash in gm.graph.find_nodes(op="call_function", target=_FLASH):
-            if not marked(flash, PRODUCTS_MARK):
+            if (name := marked(flash, PRODUCTS_MARK)) not in self.marks:
                 continue
             backwards = _readers_of_sums(flash)
             if all(reader.target is _FLASH_BACKWARD for reader in backwards):
-                _write(flash, backwards, low_scores=self.low_scores, at_once=self.at_once)
+                _write(flash, backwards, low_scores=name in self.low, at_once=self.at_once)
                 written += 1
         return f"{written} calls of attention are two products around a softmax"
 

@@ -58,7 +58,7 @@ def choice(
     gm = captured(lambda q, k: F.scaled_dot_product_attention(q, k, k, **how), query, key, device=device)
     plan = run_passes(gm, PIPELINE, PassContext(Policy.parse(policy), numerics, profile, training))
     (row,) = [row for row in plan.nodes if row.op == OP]
-    found = [each for each in row.reasons if each.kind in (Kind.FLASH, Kind.PRODUCTS)]
+    found = [each for each in row.reasons if each.kind in (Kind.FLASH, Kind.PRODUCTS, Kind.LOW_PRODUCTS)]
     return (found[0].kind, found[0].values["why"]) if found else (None, "")
 
 
@@ -232,9 +232,10 @@ def test_a_plan_is_followed_in_what_computes_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "products", "least", "most"), [("autocast", 3, 0, 4e-3), ("fast", 2, 4e-3, 8e-3)]
+    ("base", "products", "least", "most"),
+    [("autocast", 3, 0, 4e-3), ("fast", 2, 4e-3, 8e-3), ("int8", 2, 4e-3, 8e-3)],
 )
-def test_policy_fast_takes_scores_from_one_product_in_16_bits_and_the_default_from_two(
+def test_policies_fast_and_int8_take_scores_from_one_product_in_16_bits_and_the_default_from_two(
     base: str, products: int, least: float, most: float
 ) -> None:
     args = [heads(1, 2, 64, 64, 2.0) for _ in range(3)]
@@ -253,6 +254,22 @@ def test_the_backward_reads_scores_in_two_parts_and_no_probabilities_in_16_bits(
     saved = [node for node in results.args[0] if isinstance(node, fx.Node)]
     scores = {node.target for node in saved if node.meta["val"].shape[-2:] == (64, 64)}
     assert scores == set(PRODUCTS)
+
+
+def test_training_with_policy_int8_has_scores_as_exact_as_the_default() -> None:
+    short = heads(8, 12, 64, 32)
+    assert choice(short, short, policy="int8")[0] is Kind.PRODUCTS
+    assert choice(short, short, policy="int8", training=False)[0] is Kind.LOW_PRODUCTS
+
+
+def test_a_plan_says_how_scores_are_computed() -> None:
+    args = [heads(1, 2, 64, 64) for _ in range(3)]
+    with torch.no_grad(), amp_fx.record() as recording:
+        run({"base": "fast", **by_rule("products")}, *args)
+    plan = Plan.from_dict(recording.plans[0].to_dict())
+    with torch.no_grad():
+        (graph,), _ = run({}, *args, plan=plan)
+    assert sum(node.target in PRODUCTS for node in graph.graph.nodes) == 2
 
 
 @pytest.mark.parametrize(
