@@ -108,7 +108,7 @@ def joint_passes(
 ) -> tuple[Pass, ...]:
     """The passes on Inductor's joint graph, in order.
 
-    ``wide_results``, ``products`` and ``low_products`` are marked calls: whose results a rule has in fp32, and attention
+    ``wide_results``, ``products``, ``low_products`` are marked calls: whose results a rule has in fp32, and attention
     that is written as two products around a softmax, of scores in fp32 or in 16 bits. In inference these are taken in
     blocks of heads, with so many ``scores_at_once``.
     """
