@@ -17,6 +17,7 @@ to 1.6 times what was found. Of a Zen 4 and of AMX only the flash kernel's const
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -47,6 +48,8 @@ _KERNELS = 5, 8
 #: that the block before has left. Each value is 1 MB; of larger ones the C library hands some back, and page faults of
 #: the next call take up to 1.5 times the flash kernel's time (glibc, 48 x 256 x 256)
 SCORES_AT_ONCE = 500_000
+#: blocks in a call at most: each takes 0.1 s to compile
+_BLOCKS = 8
 #: times the time of a copy of so many bytes that products take for a single query: 0.37 ns for 4 bytes (Zen 4 and
 #: Sapphire Rapids, one thread)
 _READS = 1.4
@@ -84,7 +87,7 @@ class Attention:
         scores = self.heads * self.queries * self.keys
         operands = self.heads * (self.queries + self.keys) * self.width
         # in inference blocks of heads follow each other
-        at_once = scores if self.training else self.queries * self.keys
+        at_once = scores if self.training else max(self.queries * self.keys, scores // _BLOCKS)
         beyond = scores * max(0.0, 1 - _CACHE / at_once) * _BEYOND
         wide, low = profile.peak["float32"], profile.peak["bfloat16"]
         seconds = 0.0
@@ -96,15 +99,27 @@ class Attention:
         return seconds
 
 
-def block_of(batch: int, heads: int, queries: int, keys: int, scores: int) -> tuple[int, int]:
-    """How many sequences, and how many heads of each, have about so many scores together."""
-    fitting = max(1, scores // (queries * keys))
-    some = max(count for count in range(1, heads + 1) if heads % count == 0 and count <= fitting)
-    if some < heads:
-        return 1, some
-    return max(
-        count for count in range(1, batch + 1) if batch % count == 0 and count * heads <= fitting
-    ), heads
+class Block(NamedTuple):
+    """So many heads of so many sequences, from those on: whole sequences, or heads of one."""
+
+    sequence: int
+    sequences: int
+    head: int
+    heads: int
+
+
+def blocks_of(batch: int, heads: int, queries: int, keys: int, at_once: int) -> list[Block]:
+    """All heads, in blocks of about so many scores, nearly alike; twice :data:`_BLOCKS` of them at most."""
+    fitting = max(1, at_once // (queries * keys), batch * heads // _BLOCKS)
+    if fitting >= heads:
+        return [Block(*part, 0, heads) for part in _parts(batch, fitting // heads)]
+    return [Block(sequence, 1, *part) for sequence in range(batch) for part in _parts(heads, fitting)]
+
+
+def _parts(count: int, most: int) -> list[tuple[int, int]]:
+    """Start and size of parts that are no larger than ``most``."""
+    size = -(-count // -(-count // most))
+    return [(start, min(size, count - start)) for start in range(0, count, size)]
 
 
 def single_query(profile: DeviceProfile) -> tuple[float, float, float] | None:

@@ -14,7 +14,7 @@ from amp_fx.graphs.calls import argument_value, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import PRODUCTS_MARK
 from amp_fx.passes.base import Pass, PassContext, marked
-from amp_fx.placement.attention import block_of
+from amp_fx.placement.attention import Block, blocks_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -180,26 +180,25 @@ def _forward(flash: fx.Node, *, low_scores: bool, at_once: int | None) -> tuple[
         # Inductor reads the keys once, where they lie, and adds up in fp32
         query, key = write.cast(query), write.cast(key)
     matrices = write.matrices(query), write.turned(write.matrices(key)), write.matrices(value)
-    block = batch, heads
+    blocks = [Block(0, batch, 0, heads)]
     if at_once is not None and queries > 1:
-        block = block_of(batch, heads, queries, key.meta["val"].shape[-2], at_once)
+        blocks = blocks_of(batch, heads, queries, key.meta["val"].shape[-2], at_once)
     outs = []
-    for start in range(0, batch * heads, math.prod(block)):
-        rows, columns, values = (write.part(each, 0, start, math.prod(block)) for each in matrices)
+    for block in blocks:
+        start, count = block.sequence * heads + block.head, block.sequences * block.heads
+        rows, columns, values = (write.part(each, 0, start, count) for each in matrices)
         if queries == 1 or low_scores:
             scores = write.cast(write.bmm(rows, columns))
         else:
             scores = write.wide(rows, columns)
-        probabilities = _softmax(flash, write, scores, block, divmod(start, heads))
+        probabilities = _softmax(flash, write, scores, block)
         outs.append(write.bmm(write.cast(probabilities, value.meta["val"].dtype), values))
     out = outs[0] if len(outs) == 1 else write(aten.cat.default, outs)
     return probabilities, write.shaped(out, flash.meta["val"][0])
 
 
-def _softmax(
-    flash: fx.Node, write: _Writer, scores: fx.Node, block: tuple[int, int], start: tuple[int, int]
-) -> fx.Node:
-    """Probabilities of the scores of a block: so many sequences and heads, from those on."""
+def _softmax(flash: fx.Node, write: _Writer, scores: fx.Node, block: Block) -> fx.Node:
+    """Probabilities of the scores of a block."""
     mask, scale = argument_value(flash, "attn_mask"), argument_value(flash, "scale")
     *_, queries, width = flash.args[0].meta["val"].shape  # type: ignore[union-attr]  # the query
     factor = 1 / math.sqrt(width) if scale is None else scale
@@ -208,11 +207,11 @@ def _softmax(
     if not late:
         scores = write(aten.mul.Tensor, scores, factor)
     if mask is not None:
-        for dim, first, size in zip((-4, -3), start, block, strict=True):
-            mask = write.part(mask, dim, first, size)
-        four = write(aten.view.default, scores, [*block, queries, -1])
+        mask = write.part(mask, -4, block.sequence, block.sequences)
+        mask = write.part(mask, -3, block.head, block.heads)
+        four = write(aten.view.default, scores, [block.sequences, block.heads, queries, -1])
         four = write(aten.add.Tensor, four, write.cast(mask))
-        scores = write(aten.view.default, four, [math.prod(block), queries, -1])
+        scores = write(aten.view.default, four, [block.sequences * block.heads, queries, -1])
     device = scores.meta["val"].device
     if argument_value(flash, "is_causal"):
         options = {"start": 0, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 import amp_fx
 from amp_fx.notices import only_looking
 from amp_fx.passes import PassContext, run_passes
-from amp_fx.placement.attention import Attention
+from amp_fx.placement.attention import Attention, blocks_of
 from amp_fx.placement.devices import _CPUS, _cpu_profile
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
@@ -254,6 +254,21 @@ def test_the_backward_reads_scores_in_two_parts_and_no_probabilities_in_16_bits(
     saved = [node for node in results.args[0] if isinstance(node, fx.Node)]
     scores = {node.target for node in saved if node.meta["val"].shape[-2:] == (64, 64)}
     assert scores == set(PRODUCTS)
+
+
+@pytest.mark.parametrize("batch", [1, 6, 61])
+@pytest.mark.parametrize("count", [1, 12, 25])
+@pytest.mark.parametrize("at_once", [1, 1600, 10_000, 10**7])
+def test_blocks_are_few_and_have_each_head_once(batch: int, count: int, at_once: int) -> None:
+    blocks = blocks_of(batch, count, 40, 40, at_once)
+    assert len(blocks) <= 16
+    found = []
+    for sequence, sequences, head, some in blocks:
+        # they lie in one piece
+        assert sequences == 1 or some == count
+        found += [(sequence + i) * count + head + j for i in range(sequences) for j in range(some)]
+        assert sequences * some * 1600 <= max(at_once, 1600, batch * count * 1600 / 8)
+    assert found == [*range(batch * count)]
 
 
 def test_training_with_policy_int8_has_scores_as_exact_as_the_default() -> None:
