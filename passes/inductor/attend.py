@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from amp_fx._torch import write_as_it_is
 from amp_fx.graphs.calls import argument_value, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import PRODUCTS_MARK
@@ -180,6 +181,10 @@ def _forward(flash: fx.Node, *, low_scores: bool, at_once: int | None) -> tuple[
         # Inductor reads the keys once, where they lie, and adds up in fp32
         query, key = write.cast(query), write.cast(key)
     matrices = write.matrices(query), write.turned(write.matrices(key)), write.matrices(value)
+    mask = argument_value(flash, "attn_mask")
+    if mask is not None and queries > 1 and _is_shared(mask, heads):
+        # else it is worked out for each score, twice
+        write_as_it_is(mask)
     blocks = [Block(0, batch, 0, heads)]
     if at_once is not None and queries > 1:
         blocks = blocks_of(batch, heads, queries, key.meta["val"].shape[-2], at_once)
@@ -191,15 +196,21 @@ def _forward(flash: fx.Node, *, low_scores: bool, at_once: int | None) -> tuple[
             scores = write.cast(write.bmm(rows, columns))
         else:
             scores = write.wide(rows, columns)
-        probabilities = _softmax(flash, write, scores, block)
+        probabilities = _softmax(flash, write, scores, mask, block)
         outs.append(write.bmm(write.cast(probabilities, value.meta["val"].dtype), values))
     out = outs[0] if len(outs) == 1 else write(aten.cat.default, outs)
     return probabilities, write.shaped(out, flash.meta["val"][0])
 
 
-def _softmax(flash: fx.Node, write: _Writer, scores: fx.Node, block: Block) -> fx.Node:
+def _is_shared(mask: fx.Node, heads: int) -> bool:
+    """Whether a mask is computed in the graph, and one for all heads."""
+    shape = mask.meta["val"].shape
+    return mask.op != "placeholder" and heads > 1 and (len(shape) < 3 or shape[-3] == 1)
+
+
+def _softmax(flash: fx.Node, write: _Writer, scores: fx.Node, mask: fx.Node | None, block: Block) -> fx.Node:
     """Probabilities of the scores of a block."""
-    mask, scale = argument_value(flash, "attn_mask"), argument_value(flash, "scale")
+    scale = argument_value(flash, "scale")
     *_, queries, width = flash.args[0].meta["val"].shape  # type: ignore[union-attr]  # the query
     factor = 1 / math.sqrt(width) if scale is None else scale
     # Inductor looks for a scale in front of a softmax, and would keep a way for scores that are not finite
@@ -209,13 +220,13 @@ def _softmax(flash: fx.Node, write: _Writer, scores: fx.Node, block: Block) -> f
     if mask is not None:
         mask = write.part(mask, -4, block.sequence, block.sequences)
         mask = write.part(mask, -3, block.head, block.heads)
-        four = write(aten.view.default, scores, [block.sequences, block.heads, queries, -1])
-        four = write(aten.add.Tensor, four, write.cast(mask))
-        scores = write(aten.view.default, four, [block.sequences * block.heads, queries, -1])
+        # in four dimensions to the end: Inductor fuses no loops over three with them
+        scores = write(aten.view.default, scores, [block.sequences, block.heads, queries, -1])
+        scores = write(aten.add.Tensor, scores, write.cast(mask))
     device = scores.meta["val"].device
     if argument_value(flash, "is_causal"):
         options = {"start": 0, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
-        rows, columns = (write(prims.iota.default, size, **options) for size in scores.meta["val"].shape[1:])
+        rows, columns = (write(prims.iota.default, size, **options) for size in scores.meta["val"].shape[-2:])
         seen = write(aten.ge.Tensor, write(aten.unsqueeze.default, rows, 1), columns)
         hidden = write(aten.full.default, [], -math.inf, dtype=torch.float32, device=device)
         scores = write(aten.where.self, seen, scores, hidden)
@@ -230,7 +241,8 @@ def _softmax(flash: fx.Node, write: _Writer, scores: fx.Node, block: Block) -> f
     total = write(aten.sum.dim_IntList, exp, [-1], True)
     if mask is not None:
         total = write(aten.where.self, nothing, write(aten.add.Tensor, total, 1.0), total)
-    return write(aten.mul.Tensor, exp, write(aten.reciprocal.default, total))
+    probabilities = write(aten.mul.Tensor, exp, write(aten.reciprocal.default, total))
+    return write(aten.view.default, probabilities, [block.sequences * block.heads, queries, -1])
 
 
 def _backward(backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[fx.Node]:

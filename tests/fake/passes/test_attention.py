@@ -29,6 +29,7 @@ ZEN4, ZEN5, AMX = (
 OP = "scaled_dot_product_attention"
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 PRODUCTS = torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default
+SOFTMAX = {getattr(torch.ops.aten, name).default for name in ("amax", "exp", "reciprocal")}
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -269,6 +270,25 @@ def test_blocks_are_few_and_have_each_head_once(batch: int, count: int, at_once:
         found += [(sequence + i) * count + head + j for i in range(sequences) for j in range(some)]
         assert sequences * some * 1600 <= max(at_once, 1600, batch * count * 1600 / 8)
     assert found == [*range(batch * count)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "stored"), [((2, 1), True), ((2, 4), False)], ids=["shared", "of each head"]
+)
+def test_a_mask_that_heads_share_is_computed_once_and_read_by_one_kernel(
+    rows: tuple[int, int], stored: bool
+) -> None:
+    args = [heads(2, 4, 40, 16) for _ in range(3)]
+    # where torch makes numbers of it
+    mask = torch.rand(*rows, 40, 40) > 0.3
+    with torch.no_grad():
+        (graph,), _ = run(by_rule("products"), *args, mask)
+    found = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
+    (where,) = [node for node in found if node.meta["val"].shape == mask.shape]
+    assert ("inductor_realize_to_strides" in where.meta) is stored
+    # Inductor fuses a softmax whose parts have one shape
+    softmax = [node.meta["val"].ndim for node in graph.graph.nodes if node.target in SOFTMAX]
+    assert softmax == [4] * len(SOFTMAX)
 
 
 def test_training_with_policy_int8_has_scores_as_exact_as_the_default() -> None:
