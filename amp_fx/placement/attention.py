@@ -155,6 +155,8 @@ def refusal(node: fx.Node, *, training: bool) -> str:
         for size in (*tensor.shape[:2], *(tensor.shape[end] for end in ends))
     ):
         return "its sizes are not known"
+    if any(isinstance(size, int) and size == 0 for tensor in values for size in tensor.shape):
+        return "it is empty"
     if argument_value(node, "dropout_p"):
         return "it drops probabilities"
     mask = argument_value(node, "attn_mask")

@@ -82,8 +82,11 @@ class _Cpu(NamedTuple):
 #: a single query without AMX, where the flash kernel multiplies in a loop. Measured on the Zen 4, assumed elsewhere: 16
 #: heads of 64, 129 keys: 233 us, fp32 62, as two products 38; 12 heads, 2,048 keys: 2,951, 896 and 526 us
 _LOOP = 1.9e-9
-#: with AMX, measured on a Sapphire Rapids. 12 heads of 64, a single query, 2,048 keys: 466 us, as two products 581
+#: with AMX, measured on a Sapphire Rapids. 12 heads of 64, a single query, 2,048 keys: 466 us, as two products 581. The
+#: third number is from a ViT's and a BERT's calls: 833 us for 12 x 197 x 197, 333 for 12 x 128 x 128
 _AMX_FLASH = 0.3e-9, 3e-6, 4.1e-12, 72e-6, 5.3e-12
+#: fitted to 18 sizes on a Zen 4; measured on a Zen 5
+_ZEN4_FLASH, _ZEN5_FLASH = (_LOOP, 4e-6, 10e-12, 45e-6, 7e-12), (1.4e-9, 3.5e-6, 12e-12, 48e-6, 7.5e-12)
 
 #: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
 #: sustained clock, times 0.7 for what a GEMM reaches. "Measured": torch 2.13, one thread of a Zen 4, where
@@ -111,14 +114,12 @@ _CPUS = (
         4.0,
         0.03,
         8.0,
-        (1.4e-9, 3.5e-6, 12e-12, 48e-6, 7.5e-12),
+        _ZEN5_FLASH,
     ),
     # Cooper Lake, Zen 4. Measured: bf16 2.2 in a GEMM, 1.8 in a whole GPT step. oneDNN has no fp16
     # kernel here, ATen's own loops do 0.15 (linear) or 0.02 (mm): 0.04 in all, less for larger matrices. int8
     # (VNNI), a layer of 2048 with packed weights: 1.5 times bf16 at 1 row, 1.8 at 16, 2.0 at 128.
-    _Cpu(
-        "avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, (_LOOP, 4e-6, 10e-12, 45e-6, 7e-12)
-    ),
+    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, _ZEN4_FLASH),
     # Cascade Lake to Ice Lake. bf16 as in the next row. int8: assumed; the Zen 4 reaches 4.0 by the same instructions.
     _Cpu("avx512 vnni", frozenset({"avx512_bw", "avx512_vnni"}), 100e9, 0.4, 0.03, 3.0),
     # Skylake: oneDNN emulates bf16 in fp32 vectors. Measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE:

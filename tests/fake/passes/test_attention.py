@@ -79,14 +79,15 @@ def test_short_sequences_take_two_products_and_long_ones_the_flash_kernel() -> N
         (heads(2, 4, 1, 32), {}, "a single query in training"),
         (heads(2, 4, 64, 32), {"dropout_p": 0.1}, "it drops probabilities"),
         (torch.randn(4, 64, 32), {}, "no heads in a dimension of their own"),
+        (heads(0, 4, 64, 32), {}, "it is empty"),
         (heads(2, 4, 64, 32), {"numerics": "eager"}, "as eager PyTorch has it"),
         (heads(2, 4, 64, 32), {}, "without a profile nothing is known of their times"),
         (heads(2, 4, 64, 32), {"policy": by_rule("flash")}, "as the rule has it"),
     ],
-    ids=["one query", "dropout", "three dimensions", "eager numerics", "no profile", "a rule"],
+    ids=["one query", "dropout", "three dimensions", "empty", "eager numerics", "no profile", "a rule"],
 )
 def test_the_flash_kernel_stays_and_the_plan_says_why(query: Tensor, how: dict[str, Any], why: str) -> None:
-    key = query if query.ndim == 3 else heads(2, 4, 64, 32)
+    key = query if query.ndim == 3 else heads(len(query), 4, 64, 32)
     # without rates everything that may be low is low
     assert choice(query, key, profile=None, **how) == (Kind.FLASH, why)
 
