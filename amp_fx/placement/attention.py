@@ -45,10 +45,10 @@ _PRODUCTS = 3, 5
 #: kernels and calls that there are besides the flash kernel's
 _KERNELS = 5, 8
 #: how many scores a thread has at a time in inference, where a head has no more: they stay in its cache, and in memory
-#: that the block before has left. Each value is 1 MB; of larger ones the C library hands some back, and page faults of
-#: the next call take up to 1.5 times the flash kernel's time (glibc, 48 x 256 x 256)
+#: that the block before has left. Each value is 1 MB; larger ones glibc hands back, and the next call faults them in
+#: again: 48 x 256 x 256 took 1.33 of the flash kernel's time at once, and 0.53 in blocks
 SCORES_AT_ONCE = 500_000
-#: blocks in a call at most: each takes 0.1 s to compile
+#: blocks in a call, or up to twice as many where they do not divide the heads: each takes 0.1 s to compile
 _BLOCKS = 8
 #: times the time of a copy of so many bytes that products take for a single query: 0.37 ns for 4 bytes (Zen 4 and
 #: Sapphire Rapids, one thread)

@@ -101,6 +101,12 @@ def _tensors(call: fx.Node, count: int) -> list[fx.Node]:
     return [arg for arg in call.args[:count] if isinstance(arg, fx.Node)]
 
 
+def _factor(call: fx.Node) -> float:
+    """What scores are multiplied by; all operands of the kernel, and of its backward, have the width of the query."""
+    scale = argument_value(call, "scale")
+    return 1 / math.sqrt(_tensors(call, 1)[0].meta["val"].shape[-1]) if scale is None else scale
+
+
 class _Writer:
     """Adds calls in front of one; they come from where it does."""
 
@@ -210,9 +216,7 @@ def _is_shared(mask: fx.Node, heads: int) -> bool:
 
 def _softmax(flash: fx.Node, write: _Writer, scores: fx.Node, mask: fx.Node | None, block: Block) -> fx.Node:
     """Probabilities of the scores of a block."""
-    scale = argument_value(flash, "scale")
-    *_, queries, width = flash.args[0].meta["val"].shape  # type: ignore[union-attr]  # the query
-    factor = 1 / math.sqrt(width) if scale is None else scale
+    factor, queries = _factor(flash), scores.meta["val"].shape[-2]
     # Inductor looks for a scale in front of a softmax, and would keep a way for scores that are not finite
     late = mask is None and factor > 0
     if not late:
@@ -249,9 +253,7 @@ def _backward(backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[f
     """The gradients of query, key and value."""
     gradient, query, key, value = _tensors(backward, 4)
     write = _Writer(backward, query)
-    scale = argument_value(backward, "scale")
-    factor = 1 / math.sqrt(query.meta["val"].shape[-1]) if scale is None else scale
-    low = value.meta["val"].dtype
+    factor, low = _factor(backward), value.meta["val"].dtype
     g = write.matrices(gradient)
     # turned first: the forward's cast would be kept for the backward beside the probabilities
     of_value = write.bmm(write.cast(write.turned(probabilities), low), g)
