@@ -186,6 +186,8 @@ def _forward(flash: fx.Node, *, low_scores: bool, at_once: int | None) -> tuple[
     if queries == 1:
         # Inductor reads the keys once, where they lie, and adds up in fp32
         query, key = write.cast(query), write.cast(key)
+        # once, too: it would be worked out for each key, with its rotary embedding
+        write_as_it_is(query)
     matrices = write.matrices(query), write.turned(write.matrices(key)), write.matrices(value)
     mask = argument_value(flash, "attn_mask")
     if mask is not None and queries > 1 and _is_shared(mask, heads):
