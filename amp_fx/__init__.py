@@ -23,7 +23,7 @@ from amp_fx.errors import (
     VerifyError,
     WeightsError,
 )
-from amp_fx.exporting import convert, export, export_onnx, extra_files
+from amp_fx.exporting import convert, export, export_onnx, extra_files, package
 from amp_fx.plans import CastPlan, NodePlan, Plan
 from amp_fx.policy import Policy, Rule
 from amp_fx.reports import Recording, Report, explain, histogram, record
@@ -38,7 +38,7 @@ __all__ = [
     "ModuleError", "NodePlan", "OptionsError", "PassError", "Plan", "PlanError", "Point", "Policy",
     "Recording", "Report", "Rule", "ScalerError", "ScalingWarning", "StoredLow", "TargetError",
     "VerifyError", "WeightsError", "calibrate", "compare", "compile", "convert", "explain", "export",
-    "export_onnx", "extra_files", "histogram", "options", "record", "reset", "store_low",
+    "export_onnx", "extra_files", "histogram", "options", "package", "record", "reset", "store_low",
 ]  # fmt: skip
 
 try:

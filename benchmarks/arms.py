@@ -12,7 +12,6 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx import calibrate
 from amp_fx._torch import stock_inductor
 from amp_fx.backend import amp_fx
 from amp_fx.errors import OptionsError
@@ -64,8 +63,6 @@ _FP16 = torch.float16
 _TRAINING, _INFERENCE = ("training",), ("inference",)
 # fp16 matmuls on CPU are loops
 _GPU, _CPU = ("cuda",), ("cpu",)
-#: every linear, as torchao has it; amp_fx by itself leaves the last one
-_ALL_INT8 = {"base": "int8", "rules": [{"op": "linear", "precision": "int8"}]}
 # Inductor reads this setting when Dynamo traces, so it is the process's, not the call's
 _FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
 _FP8 = {"policy": "fp8", "profile": "off"}
@@ -103,13 +100,15 @@ _ALL = (
     _ours("off", {"profile": "off"}),
     _ours("fast", {"policy": "fast", "profile": "off"}),
     _ours("int8", {"policy": "int8"}, modes=_INFERENCE, devices=_CPU),
-    _ours("int8_all", {"policy": _ALL_INT8}, modes=_INFERENCE, devices=_CPU),
+    _ours("int8_all", {"policy": engines.ALL_INT8}, modes=_INFERENCE, devices=_CPU),
     # for CPUs without bf16
     Arm("fp32_freezing", env=_FREEZING, modes=_INFERENCE, devices=_CPU, named_only=True),
     _ours("amp_fx_cache", {"weights": "cache"}, modes=_INFERENCE, devices=_CPU, named_only=True),
     _ours("int8_measured", {}, modes=_INFERENCE, devices=_CPU, calibrated=True, named_only=True),
     _torchao("dynamic", "Int8DynamicActivationInt8WeightConfig"),
     _torchao("weights", "Int8WeightOnlyConfig"),
+    _engine("package"),
+    _engine("package_int8"),
     _engine("openvino", "openvino"),
     _engine("openvino_int8", "openvino", "nncf"),
     _engine("onnxruntime_int8", "onnx", "onnxruntime"),
@@ -194,8 +193,7 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
         return Prepared(arm, mode, device, model, batch, loss)
     options: dict[str, Any] | None = None if arm.options is None else dict(arm.options)
     if arm.calibrated:
-        cal = calibrate(model, batch, of="outputs", policy=_ALL_INT8)
-        options = {"plan": cal.plan(budget=100, verify=False)}
+        options = {"plan": engines.measured_plan(model, batch)}
     # a graph break would cost every arm something else
     compiled = torch.compile(loss, backend=arm.backend, options=options, dynamic=False, fullgraph=True)
     return Prepared(arm, mode, device, model, batch, compiled)

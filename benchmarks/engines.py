@@ -1,4 +1,4 @@
-"""Engines for inference on a CPU that a user would pick instead of PyTorch, or of bf16, each on the exported model.
+"""Engines for inference on a CPU that a user would pick instead of ``torch.compile``, each on the exported model.
 
 In int8 all have static scales but ONNX Runtime, which finds them in each call: one batch calibrates, the one that is
 timed. What is not in int8 is bf16 in OpenVINO, fp32 in the others.
@@ -16,9 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import amp_fx
 from benchmarks.workloads import Batch
 
 Call = Callable[[Batch], Tensor]
+
+#: every linear, as torchao has it; amp_fx by itself leaves the last one
+ALL_INT8 = {"base": "int8", "rules": [{"op": "linear", "precision": "int8"}]}
+
+
+def measured_plan(model: nn.Module, batch: Batch) -> amp_fx.CalibratedPlan:
+    """int8 with scales that are measured on the batch, whatever the error."""
+    return amp_fx.calibrate(model, batch, of="outputs", policy=ALL_INT8).plan(budget=100, verify=False)
+
+
+def package(model: nn.Module, batch: Batch, **options: Any) -> Call:
+    """amp_fx, exported and compiled ahead of time; bf16 without options."""
+    with torch.no_grad():
+        program = amp_fx.export(model, (), batch, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        run = torch._inductor.aoti_load_package(amp_fx.package(program, Path(folder) / "package.pt2"))
+    return lambda batch: run(**batch)
+
+
+def package_int8(model: nn.Module, batch: Batch) -> Call:
+    """The same, with measured scales."""
+    return package(model, batch, plan=measured_plan(model, batch))
 
 
 def _converted(model: nn.Module, batch: Batch) -> Any:

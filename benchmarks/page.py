@@ -49,14 +49,15 @@ _TIMED = {
     },
 }
 
-#: arms beside other engines -> columns; the last two columns compare the first with the others there
+#: arms beside other engines -> columns; the last columns compare the first two with others
 _BESIDE = {
     "amp_fx": "amp_fx bf16",
+    "package": "amp_fx package",
     "freezing": "freezing",
     "openvino": "OpenVINO bf16",
     "int8": "amp_fx int8",
-    "int8_all": "int8, all linears",
     "int8_measured": "int8, measured scales",
+    "package_int8": "package, int8, measured",
     "openvino_int8": "OpenVINO int8",
     "onnxruntime_int8": "ONNX Runtime int8",
     "x86_int8": "torchao x86 int8",
@@ -182,8 +183,14 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
 
 
 def beside(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
-    """Times of inference beside other engines, with the errors, and two ratios of amp_fx in bf16."""
-    titles = [*_BESIDE.values(), "amp_fx / freezing", "amp_fx / OpenVINO"]
+    """Times of inference beside other engines, with the errors, and ratios."""
+    compared = [
+        ("amp_fx", "freezing"),
+        ("amp_fx", "openvino"),
+        ("package", "openvino"),
+        ("package_int8", "openvino_int8"),
+    ]
+    titles = [*_BESIDE.values(), *(f"{_BESIDE[one]} / {_BESIDE[other]}" for one, other in compared)]
     lines = [
         f"Milliseconds, and relative error against fp64. {head['processor']}, torch {head['torch']};",
         f"reproduce with `python -m benchmarks --only engines --threads {head['threads']}`.",
@@ -197,9 +204,7 @@ def beside(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
             f"{1e3 * found[arm].time.median:.2f}, {found[arm].error or math.nan:.0e}" if arm in found else "-"
             for arm in _BESIDE
         ]
-        ratios = [
-            relative(list(found.values()), "amp_fx", other).median for other in ("freezing", "openvino")
-        ]
+        ratios = [relative([*found.values()], *pair).median for pair in compared]
         cells += ["-" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in ratios]
         lines.append(f"| {workload.partition('_')[2]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

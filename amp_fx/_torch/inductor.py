@@ -87,12 +87,13 @@ def traced_anew() -> contextlib.AbstractContextManager[Any]:
     return _functorch_config.patch(enable_autograd_cache=False)
 
 
-def compile_package(ep: torch.export.ExportedProgram, path: str) -> None:
+def compile_package(ep: torch.export.ExportedProgram, path: str, configs: Mapping[str, Any]) -> None:
     """Compiles an exported program with AOTInductor into a package at ``path``, which ends in ``.pt2``."""
     import torch._inductor
 
-    with autocast_disabled(), reads_back_in_order():
-        torch._inductor.aoti_compile_and_package(ep, package_path=path)
+    # it freezes only where there are no gradients
+    with torch.no_grad(), autocast_disabled(), reads_back_in_order():
+        torch._inductor.aoti_compile_and_package(ep, package_path=path, inductor_configs={**configs})
 
 
 def stock_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import amp_fx
-from amp_fx._torch import compile_package
 from amp_fx.cli.inputs import (
     Loaded,
     figure_writable,
@@ -175,7 +174,7 @@ def export(args: argparse.Namespace) -> None:
             print(f"note: onnxruntime cannot check it here: {why}.")
     if args.aoti:
         package = output.with_suffix(".aoti.pt2")
-        compile_package(ep, str(package))
+        amp_fx.package(ep, package)
         print(f"wrote {package}: load it with torch._inductor.aoti_load_package")
 
 

@@ -11,7 +11,8 @@ import torch.fx as fx
 from amp_fx.graphs.calls import argument_value
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.placement.attention import PAYS, Attention, operands, refusal, single_query
-from amp_fx.plans.label import Kind, Label, Reason, label_of
+from amp_fx.plans.label import Kind, Reason, label_of
+from amp_fx.policy.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,18 @@ class ChooseAttention(Pass):
             plan = label_of(node)
             if plan is None or plan.dtype is not torch.bfloat16 or node.meta["val"].device.type != "cpu":
                 continue
-            reason = _choice(node, plan, context)
+            reason = choice(node, context.policy.rule_for(plan.op, plan.module_path), context)
             plan.reasons += (reason,)
             chosen += reason.kind is not Kind.FLASH
         return f"{chosen} calls of attention are two products around a softmax"
 
 
-def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
+def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> Reason:
+    """What computes a call of attention in bf16 on a CPU, and why; ``rule`` is the user's about it."""
     if why := refusal(node, training=context.training):
         return Reason.of(Kind.FLASH, why=why)
     if context.numerics == "eager":
         return Reason.of(Kind.FLASH, why="as eager PyTorch has it")
-    rule = context.policy.rule_for(plan.op, plan.module_path)
     if rule is not None and rule.implementation is not None:
         # with operands that were low before, its precision changes nothing
         context.matched.add(rule)

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,12 +80,14 @@ def _export(build: Callable[[], nn.Module], inputs: Callable[[int], Tensor]) -> 
 
 
 def _package(program: ExportedProgram, path: Path) -> str:
-    return torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(path),
-        # the code around the kernels takes longer to optimise than it gains here
-        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
-    )
+    # the code around the kernels takes longer to optimise than it gains here
+    return amp_fx.package(program, path, inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"})
+
+
+def _code(package: Path) -> str:
+    """The C++ around the kernels."""
+    with zipfile.ZipFile(package) as files:
+        return files.read(next(name for name in files.namelist() if name.endswith(".wrapper.cpp"))).decode()
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +188,7 @@ def test_a_package_runs_where_there_is_no_amp_fx(case: Exported, elsewhere: Resu
 @pytest.mark.parametrize("name", COMPILED)
 def test_no_kernel_of_a_package_casts_a_weight(case: Exported, folder: Path, name: str) -> None:
     """Read from the C++ code in the package. Only the table of positions, which is looked up, is fp32."""
-    with zipfile.ZipFile(folder / f"{name}.aoti.pt2") as package:
-        path = next(path for path in package.namelist() if path.endswith(".wrapper.cpp"))
-        source = package.read(path).decode()
+    source = _code(folder / f"{name}.aoti.pt2")
     names = re.findall(r'constants_info_\[\d+\]\.name = "(\w+)"', source)
     shapes = re.findall(r"constants_info_\[\d+\]\.shape = \{([\d, ]*)\}", source)
     matrices = {n for n, shape in zip(names, shapes, strict=True) if "," in shape}
@@ -196,6 +197,21 @@ def test_no_kernel_of_a_package_casts_a_weight(case: Exported, folder: Path, nam
     assert read & set(names), "norms are read in fp32, or nothing is seen"
     assert read & matrices <= {"model_transformer_wpe_weight"}
     assert torch.bfloat16 in {value.dtype for value in case.program.state_dict.values() if value.ndim > 1}
+
+
+@pytest.mark.bf16
+def test_a_package_has_packed_weights_and_attention_by_products(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, tokens = hugging_face.bert(**SIZES, hidden=1024).eval(), _tokens(8)
+    program = amp_fx.export(model, (tokens,))
+    run = torch._inductor.aoti_load_package(_package(program, tmp_path / "package.pt2"))
+    with torch.no_grad():
+        wide = copy.deepcopy(model).double()(tokens).logits
+        outputs, found = program.module()(tokens).logits, run(tokens).logits
+    assert error_of(found, wide) <= _allowed(error_of(outputs, wide))
+    called = Counter(re.findall(r"aoti_torch_cpu_(\w+)\(", _code(tmp_path / "package.pt2")))
+    # query, key and value are one; three after them, and the two of the head
+    assert (called["_linear_pointwise"], called["bmm_out"], called["baddbmm_out"]) == (6, 2, 1)
 
 
 @pytest.fixture(scope="module")

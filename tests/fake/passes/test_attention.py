@@ -292,6 +292,14 @@ def test_a_mask_that_heads_share_is_computed_once_and_read_by_one_kernel(
     assert softmax == [4] * len(SOFTMAX)
 
 
+def test_a_single_query_is_computed_once_and_not_for_each_key() -> None:
+    query, key = heads(1, 4, 1, 64), heads(1, 4, 40, 64)
+    with torch.no_grad():
+        (graph,), _ = run(by_rule("products"), query, key, key)
+    (stored,) = [node for node in graph.graph.nodes if "inductor_realize_to_strides" in node.meta]
+    assert stored.meta["val"].shape == query.shape
+
+
 def test_training_with_policy_int8_has_scores_as_exact_as_the_default() -> None:
     short = heads(8, 12, 64, 32)
     assert choice(short, short, policy="int8")[0] is Kind.PRODUCTS

@@ -1,0 +1,128 @@
+"""AOTInductor packages of exported programs, as fast on a CPU as ``torch.compile`` with amp_fx.
+
+    amp_fx.package(ep, "model.aoti.pt2")
+    run = torch._inductor.aoti_load_package("model.aoti.pt2")
+
+What loads a package needs no amp_fx. It is for CPUs of the kind that it is compiled on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import compile_package, graph_pass
+from amp_fx.errors import ExportError, OptionsError
+from amp_fx.graphs.exported import adopt
+from amp_fx.graphs.keys import PLAN_META, PRODUCTS_MARK
+from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in, tensors
+from amp_fx.passes import PassContext, run_in_order
+from amp_fx.passes.base import mark
+from amp_fx.passes.forward.choose_attention import choice
+from amp_fx.passes.inductor.attend import Attend
+from amp_fx.placement.attention import SCORES_AT_ONCE
+from amp_fx.placement.devices import builtin
+from amp_fx.plans.label import Kind
+from amp_fx.plans.plan import Plan
+from amp_fx.policy import Policy
+from amp_fx.policy.levels import is_narrow
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+#: Inductor folds what it computes of weights alone, packs weights for oneDNN, and joins linears of one value
+_FOLDED = {"freezing": True, "cpp.enable_concat_linear": True}
+
+
+def package(
+    program: torch.export.ExportedProgram,
+    path: str | os.PathLike[str],
+    *,
+    inductor_configs: Mapping[str, Any] | None = None,
+) -> str:
+    """Compiles a program with AOTInductor into a package.
+
+    On a CPU weights are folded and packed, as ``torch.compile`` with amp_fx has them, but for programs that write to
+    buffers or hold weights in fp8. They are part of the package then, and have no names in it. Attention in bf16 is two
+    products around a softmax where this CPU takes less time for them, or where the program's plan has it so.
+
+    Args:
+        program: as :func:`amp_fx.export` returns it, or any other. Rules about attention are in none that was loaded
+            from a file. Not changed.
+        path: of the package; ends in ``.pt2``.
+        inductor_configs: as in ``torch._inductor.aoti_compile_and_package``, before what is set here. With
+            ``emulate_precision_casts``, which goes with ``numerics="eager"``, nothing is set here.
+
+    Returns:
+        The path, for ``torch._inductor.aoti_load_package``.
+
+    Raises:
+        ExportError: AOTInductor does not take the program.
+        OptionsError: the path ends in something else, or Inductor is to fold buffers that the program writes to.
+    """
+    path, given = os.fspath(path), dict(inductor_configs or {})
+    if not path.endswith(".pt2"):
+        raise OptionsError(f"a package ends in .pt2, as AOTInductor wants; got {path!r}.")
+    written = _written(program)
+    if written and given.get("freezing"):
+        raise OptionsError(
+            f"freezing=True would fold the values that {', '.join(written)} had at the export, and the program writes "
+            "to them. Leave it out."
+        )
+    calls = program.graph.find_nodes(op="call_function", target=_ATTENTION)
+    before = [(node, {**node.meta}) for node in calls]
+    configs = given
+    if graph_devices(program.graph_module) == {"cpu"} and not given.get("emulate_precision_casts"):
+        # what is widened of weights in fp8 would be folded, too
+        folds = not written and not any(map(is_narrow, tensors(program.state_dict)))
+        configs = {**(_FOLDED if folds else {}), **given, **_attention(program, calls, given)}
+    try:
+        compile_package(program, path, configs)
+    except Exception as error:
+        raise ExportError(f"AOTInductor does not compile the program: {error}") from error
+    finally:
+        for node, meta in before:
+            node.meta = meta
+    return path
+
+
+def _written(program: torch.export.ExportedProgram) -> list[str]:
+    """Names of the buffers that a program writes to."""
+    signature = program.graph_signature
+    named = [*signature.buffers_to_mutate.values()]
+    if not storages_written_in(program.graph):
+        return named
+    # in a program that was loaded, views do not share the storage of their base
+    gm = adopt(program.graph_module, {})
+    written = storages_written_in(gm.graph)
+    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return named + [held[node.name] for node in inputs if node.name in held and storage_of(node) in written]
+
+
+def _attention(
+    program: torch.export.ExportedProgram, calls: list[fx.Node], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Marks the calls that are written as products, and returns the option of Inductor that has them written."""
+    plan: Plan = program.graph_module.meta.get(PLAN_META, Plan())
+    rows = {row.name: row for row in plan.nodes}
+    context = PassContext(Policy.parse(plan.policy), profile=builtin("cpu"))
+    names: dict[Kind, list[str]] = {Kind.PRODUCTS: [], Kind.LOW_PRODUCTS: [], Kind.FLASH: []}
+    for node in calls:
+        if node.meta["val"].dtype is not torch.bfloat16:
+            continue
+        row = rows.get(node.name)
+        planned = [reason for reason in (row.reasons if row is not None else ()) if reason.kind in names]
+        rule = None if row is None else context.policy.rule_for(row.op, row.module_path)
+        reason = planned[-1] if planned else choice(node, rule, context)
+        logger.debug("%s: %s", node.name, reason)
+        names[reason.kind].append(node.name)
+        mark(node, PRODUCTS_MARK, node.name)
+    low = tuple(names[Kind.LOW_PRODUCTS])
+    step = Attend((*names[Kind.PRODUCTS], *low), low, SCORES_AT_ONCE * torch.get_num_threads())
+    return graph_pass("joint", f"{step}", lambda gm: run_in_order(gm, (step,), PassContext()), given)
