@@ -269,7 +269,7 @@ def lower(
         low_products=low_products,
         scores_at_once=SCORES_AT_ONCE * torch.get_num_threads(),
     )
-    own = {**_hook("joint", joint, opts), **_hook("post_grad", PARTITIONED, opts)}
+    own = {**hook("joint", joint, opts.inductor), **hook("post_grad", PARTITIONED, opts.inductor)}
     # calls from Python take up to a seventh of a small model's time, in training less; apart, C++ compiles as fast
     in_cpp = devices == {"cpu"} and not torch.is_grad_enabled()
     inductor = dict(opts.inductor)
@@ -295,8 +295,13 @@ def lower_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         return compile_with_inductor(gm, example_inputs, {**opts.inductor, **alone})
 
 
-def _hook(stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], opts: Options) -> dict[str, Any]:
-    """The Inductor option that runs the passes on its joint graphs, or on what becomes of them."""
+def hook(
+    stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], inductor: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The Inductor option that runs the passes on its joint graphs, or on what becomes of them.
+
+    ``inductor`` are the program's options.
+    """
     # what they depend on: their source, their options, and the one setting of torch that is in no key by itself
     uuid = f"{_sources()} {passes} mkldnn={torch.backends.mkldnn.enabled}"
 
@@ -305,7 +310,7 @@ def _hook(stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], opts: 
         if stage == "post_grad" and fuse_quantised(gm.graph):
             run_in_order(gm, (ReadScales(),), PassContext())
 
-    return graph_pass(stage, uuid, run, opts.inductor)
+    return graph_pass(stage, uuid, run, inductor)
 
 
 @cache_results()

@@ -49,7 +49,7 @@ _TIMED = {
     },
 }
 
-#: arms beside other engines -> columns; the last columns compare the first two with others
+#: arms beside other engines -> columns
 _BESIDE = {
     "amp_fx": "amp_fx bf16",
     "package": "amp_fx package",
@@ -62,6 +62,11 @@ _BESIDE = {
     "onnxruntime_int8": "ONNX Runtime int8",
     "x86_int8": "torchao x86 int8",
 }
+#: those that the last columns compare
+_COMPARED = (
+    ("amp_fx", "freezing"), ("amp_fx", "openvino"), ("package", "openvino"), ("int8_measured", "openvino_int8"),
+    ("package_int8", "openvino_int8"),
+)  # fmt: skip
 
 
 def sections(folder: Path) -> dict[str, str]:
@@ -183,14 +188,11 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
 
 
 def beside(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
-    """Times of inference beside other engines, with the errors, and ratios."""
-    compared = [
-        ("amp_fx", "freezing"),
-        ("amp_fx", "openvino"),
-        ("package", "openvino"),
-        ("package_int8", "openvino_int8"),
-    ]
-    titles = [*_BESIDE.values(), *(f"{_BESIDE[one]} / {_BESIDE[other]}" for one, other in compared)]
+    """Times of inference beside other engines, with the errors, and ratios; columns of the arms that were timed."""
+    timed = {row.arm for row in rows if row.times}
+    shown = {arm: title for arm, title in _BESIDE.items() if arm in timed}
+    compared = [pair for pair in _COMPARED if timed.issuperset(pair)]
+    titles = [*shown.values(), *(f"{_BESIDE[one]} / {_BESIDE[other]}" for one, other in compared)]
     lines = [
         f"Milliseconds, and relative error against fp64. {head['processor']}, torch {head['torch']};",
         f"reproduce with `python -m benchmarks --only engines --threads {head['threads']}`.",
@@ -202,7 +204,7 @@ def beside(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
         found = {row.arm: row for row in rows if row.workload == workload and row.times}
         cells = [
             f"{1e3 * found[arm].time.median:.2f}, {found[arm].error or math.nan:.0e}" if arm in found else "-"
-            for arm in _BESIDE
+            for arm in shown
         ]
         ratios = [relative([*found.values()], *pair).median for pair in compared]
         cells += ["-" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in ratios]

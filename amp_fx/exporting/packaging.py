@@ -1,6 +1,6 @@
 """AOTInductor packages of exported programs, as fast on a CPU as ``torch.compile`` with amp_fx.
 
-    amp_fx.package(ep, "model.aoti.pt2")
+    amp_fx.package("model.pt2", "model.aoti.pt2")
     run = torch._inductor.aoti_load_package("model.aoti.pt2")
 
 What loads a package needs no amp_fx. It is for CPUs of the kind that it is compiled on.
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import compile_package, graph_pass
+from amp_fx._torch import compile_package, quantised_ops
+from amp_fx.compiling import hook
 from amp_fx.errors import ExportError, OptionsError
+from amp_fx.exporting.converting import REPORT_FILE
 from amp_fx.graphs.exported import adopt
 from amp_fx.graphs.keys import PLAN_META, PRODUCTS_MARK
 from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in, tensors
-from amp_fx.passes import PassContext, run_in_order
+from amp_fx.passes import PassContext
 from amp_fx.passes.base import mark
 from amp_fx.passes.forward.choose_attention import choice
 from amp_fx.passes.inductor.attend import Attend
@@ -40,7 +42,7 @@ _FOLDED = {"freezing": True, "cpp.enable_concat_linear": True}
 
 
 def package(
-    program: torch.export.ExportedProgram,
+    program: torch.export.ExportedProgram | str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
     inductor_configs: Mapping[str, Any] | None = None,
@@ -52,8 +54,8 @@ def package(
     products around a softmax where this CPU takes less time for them, or where the program's plan has it so.
 
     Args:
-        program: as :func:`amp_fx.export` returns it, or any other. Rules about attention are in none that was loaded
-            from a file. Not changed.
+        program: as :func:`amp_fx.export` returns it, or the file that it was saved in with :func:`amp_fx.extra_files`.
+            Of any other program the policy's rules about attention are not known. Not changed.
         path: of the package; ends in ``.pt2``.
         inductor_configs: as in ``torch._inductor.aoti_compile_and_package``, before what is set here. With
             ``emulate_precision_casts``, which goes with ``numerics="eager"``, nothing is set here.
@@ -68,6 +70,7 @@ def package(
     path, given = os.fspath(path), dict(inductor_configs or {})
     if not path.endswith(".pt2"):
         raise OptionsError(f"a package ends in .pt2, as AOTInductor wants; got {path!r}.")
+    program, plan = _opened(program)
     written = _written(program)
     if written and given.get("freezing"):
         raise OptionsError(
@@ -80,7 +83,7 @@ def package(
     if graph_devices(program.graph_module) == {"cpu"} and not given.get("emulate_precision_casts"):
         # what is widened of weights in fp8 would be folded, too
         folds = not written and not any(map(is_narrow, tensors(program.state_dict)))
-        configs = {**(_FOLDED if folds else {}), **given, **_attention(program, calls, given)}
+        configs = {**(_FOLDED if folds else {}), **given, **_attention(plan, calls, given)}
     try:
         compile_package(program, path, configs)
     except Exception as error:
@@ -89,6 +92,18 @@ def package(
         for node, meta in before:
             node.meta = meta
     return path
+
+
+def _opened(
+    program: torch.export.ExportedProgram | str | os.PathLike[str],
+) -> tuple[torch.export.ExportedProgram, Plan]:
+    """The program, and its plan, which is empty where it has none."""
+    if isinstance(program, torch.export.ExportedProgram):
+        return program, program.graph_module.meta.get(PLAN_META, Plan())
+    quantised_ops()  # a file may name them
+    files = {REPORT_FILE: ""}
+    loaded = torch.export.load(program, extra_files=files)
+    return loaded, Plan.from_json(files[REPORT_FILE]) if files[REPORT_FILE] else Plan()
 
 
 def _written(program: torch.export.ExportedProgram) -> list[str]:
@@ -105,11 +120,8 @@ def _written(program: torch.export.ExportedProgram) -> list[str]:
     return named + [held[node.name] for node in inputs if node.name in held and storage_of(node) in written]
 
 
-def _attention(
-    program: torch.export.ExportedProgram, calls: list[fx.Node], given: Mapping[str, Any]
-) -> dict[str, Any]:
+def _attention(plan: Plan, calls: list[fx.Node], given: Mapping[str, Any]) -> dict[str, Any]:
     """Marks the calls that are written as products, and returns the option of Inductor that has them written."""
-    plan: Plan = program.graph_module.meta.get(PLAN_META, Plan())
     rows = {row.name: row for row in plan.nodes}
     context = PassContext(Policy.parse(plan.policy), profile=builtin("cpu"))
     names: dict[Kind, list[str]] = {Kind.PRODUCTS: [], Kind.LOW_PRODUCTS: [], Kind.FLASH: []}
@@ -125,4 +137,4 @@ def _attention(
         mark(node, PRODUCTS_MARK, node.name)
     low = tuple(names[Kind.LOW_PRODUCTS])
     step = Attend((*names[Kind.PRODUCTS], *low), low, SCORES_AT_ONCE * torch.get_num_threads())
-    return graph_pass("joint", f"{step}", lambda gm: run_in_order(gm, (step,), PassContext()), given)
+    return hook("joint", (step,), given)

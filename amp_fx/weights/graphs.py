@@ -130,7 +130,14 @@ class CachedGraph:
         *,
         may_change: bool = True,
     ) -> None:
-        self._compiled = compile_graph(gm, [*example_inputs, *(node.meta["val"] for node in inputs)])
+        programs = gm.graph.find_nodes(op="placeholder")[: len(example_inputs)]
+        # each tensor that a graph is given takes time, read or not
+        self._read = [at for at, node in enumerate(programs) if node.users or at not in positions]
+        for node in set(programs).difference(programs[at] for at in self._read):
+            gm.graph.erase_node(node)
+        gm.recompile()
+        given = [*(example_inputs[at] for at in self._read), *(node.meta["val"] for node in inputs)]
+        self._compiled = compile_graph(gm, given)
         self._positions, self._inputs = positions, derived
         self._cache = WeightCache(derived.derive, may_change=may_change)
 
@@ -144,7 +151,7 @@ class CachedGraph:
 
     def run(self, args: Sequence[Any], derived: Any) -> Any:
         """One call of the graph."""
-        return self._compiled(*args, *derived)
+        return self._compiled(*map(args.__getitem__, self._read), *derived)
 
 
 def _copies_of(gm: fx.GraphModule) -> tuple[list[int], DerivedInputs]:

@@ -37,7 +37,7 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # real packages are those of tests/cpu/exporting
     packages = mock.patch.multiple(
         torch._inductor,
-        aoti_compile_and_package=lambda program, package_path: torch.export.save(program, package_path),
+        aoti_compile_and_package=lambda program, package_path, **_: torch.export.save(program, package_path),
         aoti_load_package=lambda path: torch.export.load(path).module(),
     )
     with packages:

@@ -106,6 +106,19 @@ def test_what_the_program_was_exported_with_counts(
     assert written(asked) == wanted
 
 
+def test_of_a_file_the_report_is_read(asked: Asked, tmp_path: Path) -> None:
+    rows: list[tuple[dict[str, Any], Any]] = [({}, (0, 2, 1)), ({"policy": by_rule("flash")}, (1, 0, 0))]
+    for options, wanted in rows:
+        ours, path = program(**options), tmp_path / "program.pt2"
+        torch.export.save(ours, path, extra_files=amp_fx.extra_files(ours))
+        amp_fx.package(path, "package.pt2")
+        assert written(asked) == wanted
+    # without it
+    torch.export.save(ours, path)
+    amp_fx.package(str(path), "package.pt2")
+    assert written(asked) == (0, 2, 1)
+
+
 def test_a_plan_says_what_computes_attention(asked: Asked) -> None:
     plan = amp_fx.Plan.from_json(amp_fx.extra_files(program())["amp_fx.json"])
     for kind, wanted in ((Kind.FLASH, (1, 0, 0)), (Kind.LOW_PRODUCTS, (0, 2, 0)), (Kind.PRODUCTS, (0, 2, 1))):

@@ -45,6 +45,23 @@ def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so(
     assert [record.levelname for record in caplog.records if "'cast'" in record.getMessage()] == ["INFO"] * 2
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_graph_is_not_given_the_weights_that_it_reads_copies_of_alone(
+    norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower = Mock(side_effect=lambda gm, *_: gm)
+    monkeypatch.setattr(compiling, "lower", lower)
+    model, x = nn.Sequential(nn.LayerNorm(64) if norm else nn.Tanh(), nn.Linear(64, 48)), torch.randn(4, 64)
+    with torch.no_grad():
+        found = torch.compile(model, backend="amp_fx", options={"weights": "cache", **DEFAULTS})(x)
+        torch.testing.assert_close(found, model(x), rtol=2e-2, atol=2e-2)
+    (call,) = lower.call_args_list
+    # the value, and weight and bias of the norm; copies of those of the linear
+    inputs = call.args[0].graph.find_nodes(op="placeholder")
+    assert len(inputs) == len(call.args[1]) == 1 + 2 * norm + 2
+    assert all(node.users for node in inputs)
+
+
 def test_a_copy_that_failed_half_way_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter, copies = nn.Parameter(torch.randn(64, 64)), copies_for(1)
     assert are_current(copies, [parameter])
