@@ -28,7 +28,8 @@ from amp_fx.passes.base import mark
 from amp_fx.passes.forward.choose_attention import choice
 from amp_fx.passes.inductor.attend import Attend
 from amp_fx.placement.attention import SCORES_AT_ONCE
-from amp_fx.placement.devices import builtin
+from amp_fx.placement.devices import resolve
+from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
 from amp_fx.policy import Policy
@@ -45,6 +46,7 @@ def package(
     program: torch.export.ExportedProgram | str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
+    profile: str | DeviceProfile = "auto",
     inductor_configs: Mapping[str, Any] | None = None,
 ) -> str:
     """Compiles a program with AOTInductor into a package.
@@ -57,6 +59,8 @@ def package(
         program: as :func:`amp_fx.export` returns it, or the file that it was saved in with :func:`amp_fx.extra_files`.
             Of any other program the policy's rules about attention are not known. Not changed.
         path: of the package; ends in ``.pt2``.
+        profile: of the CPU, as in ``options=`` of the backend; ``"off"`` keeps attention as it is but for what the
+            program's policy or plan asks for.
         inductor_configs: as in ``torch._inductor.aoti_compile_and_package``, before what is set here. With
             ``emulate_precision_casts``, which goes with ``numerics="eager"``, nothing is set here.
 
@@ -65,7 +69,8 @@ def package(
 
     Raises:
         ExportError: AOTInductor does not take the program.
-        OptionsError: the path ends in something else, or Inductor is to fold buffers that the program writes to.
+        OptionsError: the path ends in something else, the profile is none, or Inductor is to fold buffers that the
+            program writes to.
     """
     path, given = os.fspath(path), dict(inductor_configs or {})
     if not path.endswith(".pt2"):
@@ -83,7 +88,11 @@ def package(
     if graph_devices(program.graph_module) == {"cpu"} and not given.get("emulate_precision_casts"):
         # what is widened of weights in fp8 would be folded, too
         folds = not written and not any(map(is_narrow, tensors(program.state_dict)))
-        configs = {**(_FOLDED if folds else {}), **given, **_attention(plan, calls, given)}
+        configs = {
+            **(_FOLDED if folds else {}),
+            **given,
+            **_attention(plan, calls, resolve(profile, "cpu"), given),
+        }
     try:
         compile_package(program, path, configs)
     except Exception as error:
@@ -120,10 +129,12 @@ def _written(program: torch.export.ExportedProgram) -> list[str]:
     return named + [held[node.name] for node in inputs if node.name in held and storage_of(node) in written]
 
 
-def _attention(plan: Plan, calls: list[fx.Node], given: Mapping[str, Any]) -> dict[str, Any]:
+def _attention(
+    plan: Plan, calls: list[fx.Node], profile: DeviceProfile | None, given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Marks the calls that are written as products, and returns the option of Inductor that has them written."""
     rows = {row.name: row for row in plan.nodes}
-    context = PassContext(Policy.parse(plan.policy), profile=builtin("cpu"))
+    context = PassContext(Policy.parse(plan.policy), profile=profile)
     names: dict[Kind, list[str]] = {Kind.PRODUCTS: [], Kind.LOW_PRODUCTS: [], Kind.FLASH: []}
     for node in calls:
         if node.meta["val"].dtype is not torch.bfloat16:

@@ -132,10 +132,11 @@ def inferred(weights: str, options: dict[str, Any] = OFF) -> Step:
     with torch.no_grad():
         keeper = traced(model, x)
         (code,) = generated(keeper, Arm({**options, "weights": weights}))
-    values = [value.detach() for value in keeper.values]
-    # low copies come after the program's inputs; no two parameters have the same shape
+    # a graph is not given the weights that it reads low copies of alone; no two of these have the same shape
+    given = {id(x), *(id(p) for name, p in model.named_parameters() if name.startswith("norm"))}
+    values = [v.detach() for v in keeper.values if weights == "cast" or id(v) in given]
     for shape, dtype in code.kinds[len(values) :]:
-        values.append(next(value.to(dtype) for value in values if tuple(value.shape) == shape))
+        values.append(next(v.detach().to(dtype) for v in keeper.values if tuple(v.shape) == shape))
     return Step(code, None, values)
 
 

@@ -14,12 +14,12 @@ from torch.export import Dim, ExportedProgram
 
 import amp_fx
 from amp_fx.exporting import packaging
-from amp_fx.placement.devices import _CPUS, _cpu_profile
+from amp_fx.placement import devices
 from amp_fx.plans.label import Kind, Reason
 from levels import FP8_CPU
 from small_models import Parts
 
-ZEN5 = _cpu_profile(next(row for row in _CPUS if row.name == "avx512_bf16 zen5"), 1)
+ZEN5 = devices._cpu_profile(next(row for row in devices._CPUS if row.name == "avx512_bf16 zen5"), 1)
 FLASH, BMM, MASKED = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten.bmm.default,
@@ -52,7 +52,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """On a Zen 5."""
-    monkeypatch.setattr(packaging, "builtin", lambda device: ZEN5)
+    monkeypatch.setattr(devices, "builtin", lambda device: ZEN5)
     monkeypatch.setattr(packaging, "compile_package", found := Asked())
     return found
 
@@ -86,6 +86,9 @@ def test_weights_are_folded_and_attention_is_products_where_this_cpu_takes_less_
     assert asked.configs["freezing"] is True
     assert written(asked) == (0, 2, 1)
     amp_fx.package(program(4096), path)
+    assert written(asked) == (1, 0, 0)
+    # without rates nothing is known
+    amp_fx.package(program(), path, profile="off")
     assert written(asked) == (1, 0, 0)
 
 
