@@ -12,6 +12,7 @@ import torch.fx as fx
 from amp_fx.graphs.keys import MAY_ROUND
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.network import Network, dtype_as_autocast, place_as_autocast, rounded
+from amp_fx.placement.attention import refusal
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Problem, Var, solve
 from amp_fx.plans.label import Kind, Label, Reason, label_of
@@ -130,7 +131,8 @@ class Replay(Pass):
         # after, where the plan has bf16 for the call
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
 
-    A product whose result the plan has in fp32 runs in fp32 where no kernel reads low operands and returns that.
+    A product whose result the plan has in fp32 runs in fp32 where no kernel reads low operands and returns that, and
+    attention by the flash kernel where products cannot compute it: the plan may be of a call whose sizes were known.
     """
 
     #: node name in this graph, with the path of its body -> what the plan has decided about it
@@ -151,6 +153,10 @@ class Replay(Pass):
             for name in _DECIDED:
                 setattr(plan, name, getattr(row, name))
             followed += 1
+            products = Kind.PRODUCTS, Kind.LOW_PRODUCTS
+            if row.is_because(*products) and (why_not := refusal(node, training=context.training)):
+                others = [reason for reason in plan.reasons if reason.kind not in products]
+                plan.reasons = (*others, Reason.of(Kind.FLASH, why=why_not))
             if not row.is_because(Kind.WIDE_RESULT):
                 continue
             where = "a program" if self.stored else node.meta["val"].device.type

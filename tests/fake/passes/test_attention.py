@@ -233,6 +233,20 @@ def test_a_plan_is_followed_in_what_computes_attention() -> None:
     assert FLASH not in ops(*graphs)
 
 
+def test_a_plan_of_known_sizes_leaves_the_kernel_where_the_batch_is_not_known() -> None:
+    args = [heads(4, 2, 64, 16) for _ in range(3)]
+    with torch.no_grad(), amp_fx.record() as recording:
+        run(by_rule("products"), *args)
+    plan = recording.plans[0]
+    assert plan.changed
+    dynamic = torch._dynamo.config.patch(assume_static_by_default=False)
+    with torch.no_grad(), dynamic, amp_fx.record() as recording:
+        graphs, _ = run({}, *args, plan=plan)
+    assert FLASH in ops(*graphs)
+    (row,) = [row for row in recording.plans[0].nodes if row.op == OP]
+    assert (row.reasons[-1].kind, row.is_because(Kind.PRODUCTS)) == (Kind.FLASH, False)
+
+
 @pytest.mark.parametrize(
     ("base", "products", "least", "most"),
     [("autocast", 3, 0, 4e-3), ("fast", 2, 4e-3, 8e-3), ("int8", 2, 4e-3, 8e-3)],
