@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from amp_fx._torch import compile_package, quantised_ops
 from amp_fx.compiling import hook
-from amp_fx.errors import ExportError, OptionsError
+from amp_fx.errors import OptionsError
 from amp_fx.exporting.converting import REPORT_FILE
 from amp_fx.graphs.exported import adopt
 from amp_fx.graphs.keys import PLAN_META, PRODUCTS_MARK
@@ -68,7 +68,6 @@ def package(
         The path, for ``torch._inductor.aoti_load_package``.
 
     Raises:
-        ExportError: AOTInductor does not take the program.
         OptionsError: the path ends in something else, the profile is none, or Inductor is to fold buffers that the
             program writes to.
     """
@@ -95,8 +94,6 @@ def package(
         }
     try:
         compile_package(program, path, configs)
-    except Exception as error:
-        raise ExportError(f"AOTInductor does not compile the program: {error}") from error
     finally:
         for node, meta in before:
             node.meta = meta

@@ -132,9 +132,10 @@ class CachedGraph:
     ) -> None:
         programs = gm.graph.find_nodes(op="placeholder")[: len(example_inputs)]
         # each tensor that a graph is given takes time, read or not
-        self._read = [at for at, node in enumerate(programs) if node.users or at not in positions]
-        for node in set(programs).difference(programs[at] for at in self._read):
-            gm.graph.erase_node(node)
+        unread = {at for at in positions if not programs[at].users}
+        for at in unread:
+            gm.graph.erase_node(programs[at])
+        self._read = [at for at in range(len(programs)) if at not in unread]
         gm.recompile()
         given = [*(example_inputs[at] for at in self._read), *(node.meta["val"] for node in inputs)]
         self._compiled = compile_graph(gm, given)
