@@ -118,6 +118,8 @@ def compile_rewritten(
         more = call.watch.add(call, rewritten, plan)
         observed = Call(rewritten, [*call.example_inputs, *more], call.ambient, call.opts)
         return call.watch.bind(compile_rewritten(observed, rewritten, plan, place))
+    if _is_below(rewritten) and graph_devices(call.gm) == {"cpu"} and not multiplies_int8():
+        write_out_int8(rewritten.graph)
     kept = _with_kept_weights(call, rewritten)
     if kept is not None:
         return _WithDerived(kept, call.opts)
@@ -125,6 +127,11 @@ def compile_rewritten(
         logger.debug("nothing to cast: the graph is compiled as Dynamo made it")
         return lower(call.gm, call.example_inputs, call.opts, call.scaler)
     return lower(rewritten, call.example_inputs, call.opts, call.scaler, place)
+
+
+def _is_below(rewritten: fx.GraphModule) -> bool:
+    """Whether something runs below 16 bits."""
+    return any(node.meta.get(LEVEL) for node in rewritten.graph.nodes)
 
 
 def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | None:
@@ -141,10 +148,9 @@ def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | 
     may_pack = on_cpu and (torch.__version__ >= "2.13" or not writes_to_shared_inputs(rewritten.graph))
     packs = may_pack and opts.numerics != "eager" and not has_narrow
     # by default no linears in fp32: that would take their memory once more
-    below = any(node.meta.get(LEVEL) for node in rewritten.graph.nodes)
-    if below and on_cpu and not multiplies_int8():
-        write_out_int8(rewritten.graph)
-    by_default = below or bool(low or widenings(call.gm)) or any(map(convolves, rewritten.graph.nodes))
+    by_default = (
+        _is_below(rewritten) or bool(low or widenings(call.gm)) or any(map(convolves, rewritten.graph.nodes))
+    )
     packs &= opts.weights == "cache" or (opts.weights == "auto" and by_default)
     changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
     is_code = tunes_kernels(opts.inductor) or not may_pack

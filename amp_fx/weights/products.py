@@ -21,16 +21,19 @@ After::
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
-from amp_fx.graphs.calls import args_of, is_alias, is_cast, is_returned, readers
+from amp_fx.graphs.calls import args_of, graph_inputs_of, is_alias, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import storage_of, storages_written_in
+from amp_fx.graphs.values import numel, storage_of, storages_written_in
+from amp_fx.policy.scaled import ZERO_POINT
+from amp_fx.policy.scaled import dequantised as as_floating
 
 aten = torch.ops.aten
 
@@ -101,12 +104,46 @@ def dequantised(factor: fx.Node, per: str) -> fx.Node | None:
 
 
 def write_out_int8(graph: fx.Graph) -> None:
-    """Has weights in int8 multiplied as floating point, for where oneDNN does not add up products of bytes exactly."""
+    """Has bytes multiplied as floating point, for where oneDNN does not add up their products exactly.
+
+    ``torch._int_mm`` calls oneDNN, too. Integers are exact in fp32 up to 2**24.
+    """
+    call = partial(add_call, graph)
     for node in graph.find_nodes(op="call_function", target=quantised_ops().dequantize_per_channel.default):
         data, scales, *_ = args_of(node)
         with graph.inserting_before(node):
-            factors = add_call(graph, aten.view.default, scales, [-1] + [1] * (data.meta["val"].ndim - 1))
-            node.replace_all_uses_with(add_call(graph, aten.mul.Tensor, data, factors))
+            factors = call(aten.view.default, scales, [-1] + [1] * (data.meta["val"].ndim - 1))
+            node.replace_all_uses_with(call(aten.mul.Tensor, data, factors))
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten._int_mm.default):
+        with graph.inserting_before(node):
+            product = call(
+                aten.mm.default, *(call(aten.to.dtype, arg, torch.float32) for arg in args_of(node))
+            )
+            node.replace_all_uses_with(call(aten.to.dtype, product, torch.int32))
+        graph.erase_node(node)
+
+
+def write_in_int8(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
+    """Has oneDNN multiply by weights what ``torch._int_mm`` does; values become unsigned, which is fast on all CPUs."""
+    call = partial(add_call, graph)
+    for node in graph.find_nodes(op="call_function", target=aten._int_mm.default):
+        value, weight = args_of(node)
+        # before it multiplies, oneDNN takes more time than a single row does
+        is_row = numel(node.meta["val"]) == node.meta["val"].shape[1]
+        is_read = all(is_cast(user) and user.meta["val"].dtype is torch.float32 for user in node.users)
+        if is_row or not is_read or not {*graph_inputs_of(weight)}.issubset(weights):
+            continue
+        with graph.inserting_before(node):
+            zero = ZERO_POINT if value.meta["val"].dtype is torch.int8 else 0
+            if zero:
+                moved = call(aten.add.Tensor, call(aten.to.dtype, value, torch.int32), zero)
+                value = call(aten.to.dtype, moved, torch.uint8)
+            turned = call(aten.permute.default, weight, [1, 0])
+            # of the weight alone, so that they are constants
+            ones = call(aten.new_ones.default, turned, turned.meta["val"].shape[:1], dtype=torch.float32)
+            pair = as_floating(value, (1.0, zero), turned, ones, torch.float32, call)
+            node.replace_all_uses_with(call(aten.linear.default, *pair))
         graph.erase_node(node)
 
 

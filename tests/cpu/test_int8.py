@@ -158,15 +158,35 @@ def test_a_packed_weight_takes_one_byte_an_element() -> None:
 
 
 @pytest.mark.usefixtures("op_by_op")
-@pytest.mark.parametrize("options", [{}, {"max_autotune": True}], ids=str)
-def test_where_sums_of_bytes_would_overflow_floats_are_multiplied(options: dict[str, Any]) -> None:
-    (model, run), x = small(**options), torch.randn(6, 32)
+@pytest.mark.parametrize(
+    ("options", "rows"), [({}, 6), ({"max_autotune": True}, 6), ({}, 1)], ids=["many", "max_autotune", "a row"]
+)
+def test_where_sums_of_bytes_would_overflow_floats_are_multiplied(
+    options: dict[str, Any], rows: int
+) -> None:
+    (model, run), x = small(**options), torch.randn(rows, 32)
     seen = mock.Mock(wraps=amp_fx.compiling.compile_with_inductor)
     with mock.patch.multiple("amp_fx.compiling", multiplies_int8=lambda: False, compile_with_inductor=seen):
         assert wrong(run(x), model, x) < 0.03
     code = str(seen.call_args.args[0].graph)
-    assert "dequantize_per_tensor" in code
-    assert not re.search("dequantize_per_channel|qlinear", code)
+    assert ("dequantize_per_tensor" in code) == (rows > 1)
+    assert not re.search("dequantize_per_channel|qlinear|int_mm", code)
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_so_are_weights_that_are_quantised_in_each_call() -> None:
+    (model, run), x = small(), torch.randn(32, 32)
+    model.requires_grad_(False)
+    seen = mock.Mock(wraps=amp_fx.compiling.compile_with_inductor)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        mock.patch.multiple("amp_fx.compiling", multiplies_int8=lambda: False, compile_with_inductor=seen),
+    ):
+        assert wrong(run(x), model, x) < 0.03
+    code = str(seen.call_args.args[0].graph)
+    assert "int8" in code
+    assert "int_mm" not in code
 
 
 def test_what_is_added_to_a_product_stays_the_programs_own() -> None:
