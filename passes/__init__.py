@@ -31,7 +31,7 @@ from amp_fx.passes.inductor.casts import (
     WriteCasts,
 )
 from amp_fx.passes.inductor.gemm_epilogue import GemmEpilogue
-from amp_fx.passes.inductor.packed import CallPacked, ReadScales
+from amp_fx.passes.inductor.packed import CallPacked, HoldPacked, ReadScales
 from amp_fx.passes.inductor.scale_backward import ScaleBackward
 from amp_fx.passes.levels.mark_matmuls import MarkMatmuls
 from amp_fx.passes.levels.place_levels import PlaceLevels
@@ -40,7 +40,7 @@ from amp_fx.policy.table import device_row
 
 __all__ = [
     "OUTLINE", "PARTITIONED", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
-    "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts",
+    "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "HoldPacked", "InsertCasts",
     "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext",
     "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
     "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",

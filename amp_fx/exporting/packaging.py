@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor, nn
 
-from amp_fx._torch import compile_package, quantised_ops
+from amp_fx._torch import compile_package, multiplies_int8, quantised_ops
 from amp_fx.compiling import hook
-from amp_fx.errors import OptionsError
+from amp_fx.errors import OptionsError, PassError
 from amp_fx.exporting.converting import REPORT_FILE
+from amp_fx.exporting.program import new_program, weights_of
 from amp_fx.graphs.exported import adopt
-from amp_fx.graphs.keys import PLAN_META, PRODUCTS_MARK
-from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in, tensors
-from amp_fx.passes import PassContext
+from amp_fx.graphs.keys import PLAN_META, PRODUCTS_MARK, REGION_META
+from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in
+from amp_fx.passes import PARTITIONED, HoldPacked, PassContext, joint_passes
 from amp_fx.passes.base import mark
 from amp_fx.passes.forward.choose_attention import choice
-from amp_fx.passes.inductor.attend import Attend
 from amp_fx.placement.attention import SCORES_AT_ONCE
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.profile import DeviceProfile
@@ -34,12 +35,13 @@ from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import is_narrow
+from amp_fx.weights.graphs import is_plain
+from amp_fx.weights.packing import pack
+from amp_fx.weights.products import write_in_int8, write_out_int8
 
 logger = logging.getLogger(__name__)
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-#: Inductor folds what it computes of weights alone, packs weights for oneDNN, and joins linears of one value
-_FOLDED = {"freezing": True, "cpp.enable_concat_linear": True}
 
 
 def package(
@@ -51,8 +53,8 @@ def package(
 ) -> str:
     """Compiles a program with AOTInductor into a package.
 
-    On a CPU weights are folded and packed, as ``torch.compile`` with amp_fx has them, but for programs that write to
-    buffers or hold weights in fp8. They are part of the package then, and have no names in it. Attention in bf16 is two
+    On a CPU weights are folded and packed, as ``torch.compile`` with amp_fx has them, but for those that the program
+    writes to, and where weights are in fp8. What was packed has other names in the package. Attention in bf16 is two
     products around a softmax where this CPU takes less time for them, or where the program's plan has it so.
 
     Args:
@@ -62,7 +64,8 @@ def package(
         profile: of the CPU, as in ``options=`` of the backend; ``"off"`` keeps attention as it is but for what the
             program's policy or plan asks for.
         inductor_configs: as in ``torch._inductor.aoti_compile_and_package``, before what is set here. With
-            ``emulate_precision_casts``, which goes with ``numerics="eager"``, nothing is set here.
+            ``emulate_precision_casts``, which goes with ``numerics="eager"``, nothing is set here. With ``freezing``
+            weights are left to Inductor: True folds and packs them, False leaves them as they are.
 
     Returns:
         The path, for ``torch._inductor.aoti_load_package``.
@@ -70,33 +73,36 @@ def package(
     Raises:
         OptionsError: the path ends in something else, the profile is none, or Inductor is to fold buffers that the
             program writes to.
+        PassError: Inductor left packed weights out.
     """
     path, given = os.fspath(path), dict(inductor_configs or {})
     if not path.endswith(".pt2"):
         raise OptionsError(f"a package ends in .pt2, as AOTInductor wants; got {path!r}.")
     program, plan = _opened(program)
-    written = _written(program)
-    if written and given.get("freezing"):
+    if given.get("freezing") and (written := _written(program)):
         raise OptionsError(
             f"freezing=True would fold the values that {', '.join(written)} had at the export, and the program writes "
             "to them. Leave it out."
         )
-    calls = program.graph.find_nodes(op="call_function", target=_ATTENTION)
-    before = [(node, {**node.meta}) for node in calls]
-    configs = given
+    hold, before = HoldPacked(), {}
     if graph_devices(program.graph_module) == {"cpu"} and not given.get("emulate_precision_casts"):
-        # what is widened of weights in fp8 would be folded, too
-        folds = not written and not any(map(is_narrow, tensors(program.state_dict)))
-        configs = {
-            **(_FOLDED if folds else {}),
-            **given,
-            **_attention(plan, calls, resolve(profile, "cpu"), given),
-        }
+        if "freezing" not in given:
+            program, hold = _packed(program)
+        calls = program.graph.find_nodes(op="call_function", target=_ATTENTION)
+        before = {node: {**node.meta} for node in calls}
+        products = _attention(plan, calls, resolve(profile, "cpu"))
+        joint = joint_passes({"cpu"}, scores_at_once=SCORES_AT_ONCE * torch.get_num_threads(), **products)
+        given |= {**hook("joint", joint, given), **hook("post_grad", (hold, *PARTITIONED), given)}
     try:
-        compile_package(program, path, configs)
+        compile_package(program, path, given)
     finally:
-        for node, meta in before:
+        for node, meta in before.items():
             node.meta = meta
+    if left := len(hold.packed) - len(hold.held):
+        raise PassError(
+            f"Inductor left out {left} of {len(hold.packed)} packed weights, so {path} would give wrong numbers. "
+            "inductor_configs={'freezing': True} compiles the program without them; please report it."
+        )
     return path
 
 
@@ -126,10 +132,8 @@ def _written(program: torch.export.ExportedProgram) -> list[str]:
     return named + [held[node.name] for node in inputs if node.name in held and storage_of(node) in written]
 
 
-def _attention(
-    plan: Plan, calls: list[fx.Node], profile: DeviceProfile | None, given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Marks the calls that are written as products, and returns the option of Inductor that has them written."""
+def _attention(plan: Plan, calls: list[fx.Node], profile: DeviceProfile | None) -> dict[str, Any]:
+    """Marks calls that may be written as products, and names those that are, for :func:`joint_passes`."""
     rows = {row.name: row for row in plan.nodes}
     context = PassContext(Policy.parse(plan.policy), profile=profile)
     names: dict[Kind, list[str]] = {Kind.PRODUCTS: [], Kind.LOW_PRODUCTS: [], Kind.FLASH: []}
@@ -143,6 +147,35 @@ def _attention(
         logger.debug("%s: %s", node.name, reason)
         names[reason.kind].append(node.name)
         mark(node, PRODUCTS_MARK, node.name)
-    low = tuple(names[Kind.LOW_PRODUCTS])
-    step = Attend((*names[Kind.PRODUCTS], *low), low, SCORES_AT_ONCE * torch.get_num_threads())
-    return hook("joint", (step,), given)
+    return {"products": tuple(names[Kind.PRODUCTS]), "low_products": tuple(names[Kind.LOW_PRODUCTS])}
+
+
+def _packed(program: torch.export.ExportedProgram) -> tuple[torch.export.ExportedProgram, HoldPacked]:
+    """A program that holds what it computes of its weights, and the pass that has Inductor hold them packed."""
+    gm = adopt(program.graph_module, {})
+    inputs, written = gm.graph.find_nodes(op="placeholder"), storages_written_in(gm.graph)
+    values = {weight.name: weight.value for weight in weights_of(program)}
+    weights = [n for n in inputs if n.name in values and is_plain(n) and storage_of(n) not in written]
+    # in a graph that was opened up, ops inside a region of autocast would run in their own dtypes
+    in_autocast = any(
+        region.enabled for node in gm.graph.nodes for region in node.meta.get(REGION_META, {}).values()
+    )
+    if in_autocast or any(map(is_narrow, values.values())):
+        return program, HoldPacked()
+    if multiplies_int8():
+        write_in_int8(gm.graph, weights)
+    else:
+        write_out_int8(gm.graph)
+    added, positions, derived = pack(gm, weights, [], wide=True)
+    parameters: dict[str, nn.Parameter] = {}
+    packed: dict[int, Tensor] = {}
+    for node, value in zip(added, derived.once([values[inputs[at].name] for at in positions]), strict=True):
+        if value.is_mkldnn:
+            # no program holds such a tensor: Inductor finds it by the address of one in its place
+            like = torch.zeros(value.shape, dtype=value.dtype)
+            packed[like.data_ptr()], value = value, like
+        parameters[node.name] = nn.Parameter(value, requires_grad=False)
+    for node in inputs:
+        if node.name in values and not node.users:
+            gm.graph.erase_node(node)
+    return new_program(program, gm, {}, {}, parameters), HoldPacked(packed)

@@ -22,7 +22,9 @@ from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, t
 from amp_fx.weights.derived import DerivedInputs
 from amp_fx.widened import identity
 
+#: what is a weight
 _WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_OWN_NAME = "amp_fx_"
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Weight:
     value: torch.Tensor
 
 
-def stored_weights(ep: torch.export.ExportedProgram) -> list[Weight]:
-    """Floating tensors that are stored with the program and that it does not write to."""
+def weights_of(ep: torch.export.ExportedProgram) -> list[Weight]:
+    """Tensors that are stored with the program, but for those that its signature says it writes to."""
     signature = ep.graph_signature
     written = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
     found = []
@@ -43,9 +45,13 @@ def stored_weights(ep: torch.export.ExportedProgram) -> list[Weight]:
         if spec.kind not in _WEIGHT_KINDS or spec.target is None or spec.target in written:
             continue
         value = ep.state_dict.get(spec.target, ep.constants.get(spec.target))
-        if is_eligible(value):
-            found.append(Weight(spec.arg.name, spec.target, value))
+        found.append(Weight(spec.arg.name, spec.target, value))
     return found
+
+
+def stored_weights(ep: torch.export.ExportedProgram) -> list[Weight]:
+    """The floating ones of :func:`weights_of`."""
+    return [weight for weight in weights_of(ep) if is_eligible(weight.value)]
 
 
 def tied(weights: Iterable[Weight]) -> list[list[Weight]]:
@@ -204,12 +210,14 @@ def new_program(
     gm: fx.GraphModule,
     stored: Mapping[str, Mapping[str, torch.Tensor]],
     narrowed: Mapping[str, torch.dtype],
+    more: Mapping[str, torch.nn.Parameter] | None = None,
 ) -> torch.export.ExportedProgram:
     """The program with a rewritten graph.
 
     ``stored`` takes the place of weights, by their names in the state dict or among the constants; ``narrowed`` has the
-    user's inputs whose dtype has changed.
+    user's inputs whose dtype has changed; ``more`` is held by inputs that the graph has beside.
     """
+    more = more or {}
     for node in gm.graph.find_nodes(op="placeholder"):
         if node.name in narrowed:
             # so that any runtime says which dtype it wants
@@ -224,7 +232,7 @@ def new_program(
         # fx has no type for a tuple of outputs
         for spec, node in zip(signature.output_specs, gm.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     ]
-    inputs = _input_specs(gm, signature)
+    inputs = _input_specs(gm, signature, more)
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if isinstance(inner := node.target, Inner):
@@ -235,7 +243,10 @@ def new_program(
         root=gm,
         graph=gm.graph,
         graph_signature=ExportGraphSignature(inputs, outputs),
-        state_dict=_with_stored(ep.state_dict, stored),
+        state_dict={
+            **_with_stored(ep.state_dict, stored),
+            **{_OWN_NAME + name: value for name, value in more.items()},
+        },
         range_constraints=dict(ep.range_constraints),
         module_call_graph=[_own_entry(entry) for entry in ep.module_call_graph],
         example_inputs=_low_examples(ep, narrowed),
@@ -244,12 +255,16 @@ def new_program(
     )
 
 
-def _input_specs(gm: fx.GraphModule, signature: ExportGraphSignature) -> list[InputSpec]:
-    """Those of the program, and of the factors of its weights below 16 bits."""
+def _input_specs(
+    gm: fx.GraphModule, signature: ExportGraphSignature, more: Collection[str]
+) -> list[InputSpec]:
+    """Those of the program, of the factors of its weights below 16 bits, and of what it holds beside."""
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     found = []
     for node in gm.graph.find_nodes(op="placeholder"):
-        if (spec := specs.get(node.name)) is None:
+        if node.name in more:
+            spec = InputSpec(InputKind.PARAMETER, TensorArgument(node.name), _OWN_NAME + node.name)
+        elif (spec := specs.get(node.name)) is None:
             weight = specs[node.meta[COPY_META]]
             target = f"{weight.target}{node.name.removeprefix(weight.arg.name)}"
             spec = replace(weight, arg=TensorArgument(node.name), target=target)

@@ -30,7 +30,7 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 def weight_inputs(gm: fx.GraphModule) -> frozenset[str]:
     """Names of the inputs whose casts can be kept across calls: parameters that are plain tensors."""
     return frozenset(
-        node.name for node in gm.graph.find_nodes(op="placeholder") if is_parameter(node) and _is_plain(node)
+        node.name for node in gm.graph.find_nodes(op="placeholder") if is_parameter(node) and is_plain(node)
     )
 
 
@@ -39,7 +39,7 @@ def copied_weights(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.find_nodes(op="placeholder") if COPY_META in node.meta]
 
 
-def _is_plain(node: fx.Node) -> bool:
+def is_plain(node: fx.Node) -> bool:
     """True for tensors of known sizes, not for their subclasses and not for sizes."""
     value = node.meta.get("val")
     if is_wrapper(node.meta.get("example_value")):
@@ -71,7 +71,7 @@ def _is_weight(node: fx.Node) -> bool:
     """True for parameters and for buffers of the user's modules that are plain tensors of known sizes."""
     source = getattr(node, "_dynamo_source", None)
     is_stored = is_parameter(node) or (source is not None and "_buffers[" in str(source.name))
-    return is_stored and COPY_META not in node.meta and _is_plain(node)
+    return is_stored and COPY_META not in node.meta and is_plain(node)
 
 
 def _expand_copies(gm: fx.GraphModule) -> list[fx.Node]:

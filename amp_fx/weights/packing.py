@@ -244,6 +244,9 @@ class _Packer:
         if not self.derived.issuperset((data, scales, zeros)):
             return
         dtype, kernel = node.meta["val"].dtype, weight.meta["val"].shape
+        with self._graph.inserting_before(node):
+            # as oneDNN reads them: Inductor converts constants of a package, and warns
+            zeros = self._call(aten.to.dtype, zeros, torch.int32)
         if bias in self.derived:
             # oneDNN wants it in fp32, and would convert it in each call
             with self._graph.inserting_before(node):

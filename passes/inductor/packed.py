@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,40 @@ class CallPacked(Pass):
         if found or linears:
             takes_packed_inputs(gm, [*linears, *(node for node, _ in found)])
         return f"{len(found)} convolutions have packed weights"
+
+
+@dataclass(frozen=True)
+class HoldPacked(Pass):
+    """Puts packed weights in the place of constants.
+
+    Runs first on the graphs of a package after partitioning: no exported program, and no fake tensor, stands for what
+    oneDNN has packed, so that until then another tensor does.
+
+    Before, and after::
+
+        linear = torch.ops.mkldnn._linear_pointwise.default(x, w_packed, b, "none", [], "")   # w_packed: zeros
+        # the same call, and w_packed is what oneDNN has packed
+    """
+
+    packed: Mapping[int, torch.Tensor] = field(
+        default_factory=dict, repr=False
+    )  # by the address of the other
+    held: set[int] = field(default_factory=set, repr=False)  # those that a graph had
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+        found = 0
+        for target in {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}:
+            path, _, name = target.rpartition(".")
+            owner = gm.get_submodule(path)
+            value = getattr(owner, name)
+            # one that Inductor has packed by itself has no address
+            is_plain = isinstance(value, torch.Tensor) and not value.is_mkldnn
+            if is_plain and (address := value.data_ptr()) in self.packed:
+                self.held.add(address)
+                delattr(owner, name)
+                setattr(owner, name, self.packed[address])
+                found += 1
+        return f"{found} constants are packed weights"
 
 
 @dataclass(frozen=True)

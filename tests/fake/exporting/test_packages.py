@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import amp_fx
+from amp_fx._torch import LINEAR, LINEAR_INT8
 from amp_fx.exporting import packaging
 from amp_fx.placement import devices
 from amp_fx.plans.label import Kind, Reason
@@ -25,12 +26,13 @@ FLASH, BMM, MASKED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
 )
+INT8_MM = torch.ops.aten._int_mm.default
 OP = "scaled_dot_product_attention"
 ATTENTION = getattr(torch.ops.aten, OP).default
 
 
 class Asked:
-    """Takes the place of AOTInductor: its options, and what its graph has after the passes on joint graphs."""
+    """Takes the place of AOTInductor: its options, and what its graph has after the passes on Inductor's graphs."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.configs: dict[str, Any] = {}
@@ -43,9 +45,10 @@ class Asked:
             raise RuntimeError("no compiler")
         # as AOTAutograd does on a CPU
         kernels = {ATTENTION: lambda query, key, value: FLASH(query, key, value)[0]}
-        gm, self.configs = program.run_decompositions(kernels).graph_module, configs
-        if "joint_custom_pre_pass" in configs:
-            configs["joint_custom_pre_pass"](gm.graph)
+        gm, self.configs = program.run_decompositions(kernels).module(), configs
+        for stage in ("joint", "post_grad"):
+            if (passes := configs.get(f"{stage}_custom_pre_pass")) is not None:
+                passes(gm.graph)
         self.calls = Counter(node.target for node in gm.graph.nodes if node.op == "call_function")
 
 
@@ -78,13 +81,17 @@ def written(asked: Asked) -> tuple[int, int, int]:
     return asked.calls[FLASH], asked.calls[BMM], asked.calls[MASKED]
 
 
-def test_weights_are_folded_and_attention_is_products_where_this_cpu_takes_less_time_for_them(
+def packed(asked: Asked) -> tuple[int, int]:
+    """Calls of oneDNN with packed weights, in floating point and in int8."""
+    return asked.calls[LINEAR], asked.calls[LINEAR_INT8]
+
+
+def test_weights_are_packed_and_attention_is_products_where_this_cpu_takes_less_time_for_them(
     asked: Asked, tmp_path: Path
 ) -> None:
     path = tmp_path / "package.pt2"
     assert amp_fx.package(program(), path) == str(path)
-    assert asked.configs["freezing"] is True
-    assert written(asked) == (0, 2, 1)
+    assert (packed(asked), written(asked)) == ((1, 0), (0, 2, 1))
     amp_fx.package(program(4096), path)
     assert written(asked) == (1, 0, 0)
     # without rates nothing is known
@@ -153,7 +160,7 @@ def test_the_program_is_not_changed(asked: Asked, monkeypatch: pytest.MonkeyPatc
 def test_options_of_inductor_go_before_what_a_package_sets(asked: Asked) -> None:
     amp_fx.package(program(), "package.pt2", inductor_configs={"freezing": False, "max_autotune": True})
     assert (asked.configs["freezing"], asked.configs["max_autotune"]) == (False, True)
-    assert written(asked) == (0, 2, 1)
+    assert (packed(asked), written(asked)) == ((0, 0), (0, 2, 1))
     # bit for bit as eager PyTorch
     amp_fx.package(
         program(numerics="eager"), "package.pt2", inductor_configs={"emulate_precision_casts": True}
@@ -165,7 +172,52 @@ def test_weights_in_fp8_stay_so(asked: Asked, tmp_path: Path) -> None:
     FP8_CPU.save(tmp_path / "profile.json")
     given: Any = {"policy": "fp8", "fp8": "rowwise", "profile": str(tmp_path / "profile.json")}
     amp_fx.package(program(**given), "package.pt2")
-    assert "freezing" not in asked.configs
+    assert packed(asked) == (0, 0)
+
+
+def in_int8(rows: int) -> ExportedProgram:
+    """Two linears in int8 that read one value, and the last, which is in bf16."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return model.down(model.gate(x).relu() * model.up(x))
+
+    net = Parts(forward, gate=nn.Linear(64, 96), up=nn.Linear(64, 96), down=nn.Linear(96, 64)).eval()
+    with torch.no_grad():
+        return amp_fx.export(net, (torch.randn(rows, 64),), policy="int8", profile="off")
+
+
+@pytest.mark.parametrize(
+    ("rows", "multiplies", "wanted"),
+    [(8, True, (2, 0)), (1, True, (0, 2)), (8, False, (0, 0))],
+    ids=["rows", "a row", "without VNNI"],
+)
+def test_products_of_bytes_are_those_of_compiled_models(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, rows: int, multiplies: bool, wanted: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(packaging, "multiplies_int8", lambda: multiplies)
+    ours = in_int8(rows)
+    assert len(ours.graph.find_nodes(op="call_function", target=INT8_MM)) == 2
+    amp_fx.package(ours, "package.pt2")
+    assert (asked.calls[LINEAR_INT8], asked.calls[INT8_MM]) == wanted
+
+
+def test_regions_of_autocast_stay_in_a_program_that_has_them(asked: Asked) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.linear(x)
+
+    plain = torch.export.export(Parts(forward, linear=nn.Linear(64, 64)), (torch.randn(2, 64),))
+    amp_fx.package(plain, "package.pt2")
+    # it casts what the linear reads, and nothing is packed
+    assert (asked.calls[torch.ops.aten._to_copy.default], packed(asked)) == (3, (0, 0))
+
+
+def test_a_package_without_its_packed_weights_is_an_error(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packaging, "compile_package", lambda *given: None)
+    with pytest.raises(amp_fx.PassError, match=r"left out 1 of 1 packed weights, so package\.pt2 would"):
+        amp_fx.package(program(), "package.pt2")
 
 
 class Cache(nn.Module):
@@ -185,7 +237,9 @@ class Cache(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["exported", "loaded", "decomposed"])
-def test_what_a_program_writes_to_is_not_folded(asked: Asked, tmp_path: Path, how: str) -> None:
+def test_what_a_program_writes_to_is_not_folded_and_its_weights_are_packed(
+    asked: Asked, tmp_path: Path, how: str
+) -> None:
     with torch.no_grad():
         ours = amp_fx.export(Cache().eval(), (torch.randn(2, 64),))
     if how == "loaded":
@@ -194,7 +248,8 @@ def test_what_a_program_writes_to_is_not_folded(asked: Asked, tmp_path: Path, ho
     elif how == "decomposed":
         ours = ours.run_decompositions({})
     amp_fx.package(ours, "package.pt2")
-    assert "freezing" not in asked.configs
+    # not what is multiplied by the buffer
+    assert packed(asked) == (1, 0)
     with pytest.raises(amp_fx.OptionsError, match="fold the values that rows had"):
         amp_fx.package(ours, "package.pt2", inductor_configs={"freezing": True})
 
