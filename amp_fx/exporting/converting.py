@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from amp_fx._torch import multiplies_int8
 from amp_fx.errors import AmpFxError, ExportError, OptionsError, did_you_mean, one_of
 from amp_fx.exporting.program import beyond_range, narrow_ends, new_program, store_low, stored_weights, tied
 from amp_fx.graphs.batches import compiling, inputs_of, raised
@@ -103,7 +104,8 @@ def convert(
             the ops that read it in fp32;
             ``tables``: which embedding tables are rounded: one that is also a matmul's weight (``"tied"``, stored
             once), all (``"low"``), or none (``"keep"``);
-            ``int8_range``: ``"reduced"`` has weights in int8 from -64 to 64, for runtimes on x86 without VNNI.
+            ``int8_range``: ``"reduced"`` has weights in int8 from -64 to 64, for runtimes on x86 without VNNI, torch's
+            ``_int_mm`` among them.
             Weights in fp8 are stored as e4m3 (columns, contracted), with factors (columns, 1) under ``..._fp8_scale``.
 
     Returns:
@@ -203,6 +205,13 @@ def _convert(
     for text in unused_rules([plan]):
         logger.warning("%s", text)
     logger.debug("converted %d nodes, %d casts", len(gm.graph.nodes), len(plan.casts))
+    int8_mm = gm.graph.find_nodes(op="call_function", target=torch.ops.aten._int_mm.default)
+    if int8_mm and device == "cpu" and bits == 8 and not multiplies_int8():
+        logger.warning(
+            "Without VNNI, as here, torch._int_mm clamps sums of products in int8, and the program calls it. It is "
+            "right elsewhere, and in a package of amp_fx.package; for CPUs like this one export with "
+            "int8_range='reduced'."
+        )
     listed = [row for row in plan.nodes if row.op_class is OpClass.LOW and row.low is not None]
     in_fp32 = sum(row.dtype is torch.float32 for row in listed)
     if in_fp32 and profile is not None:

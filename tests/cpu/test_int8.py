@@ -159,11 +159,11 @@ def test_a_packed_weight_takes_one_byte_an_element() -> None:
 
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize(
-    ("options", "rows"), [({}, 6), ({"max_autotune": True}, 6), ({}, 1)], ids=["many", "max_autotune", "a row"]
+    ("options", "rows"),
+    [({}, 6), ({"max_autotune": True}, 6), ({}, 1)],
+    ids=["many", "max_autotune", "a row"],
 )
-def test_where_sums_of_bytes_would_overflow_floats_are_multiplied(
-    options: dict[str, Any], rows: int
-) -> None:
+def test_where_sums_of_bytes_would_overflow_floats_are_multiplied(options: dict[str, Any], rows: int) -> None:
     (model, run), x = small(**options), torch.randn(rows, 32)
     seen = mock.Mock(wraps=amp_fx.compiling.compile_with_inductor)
     with mock.patch.multiple("amp_fx.compiling", multiplies_int8=lambda: False, compile_with_inductor=seen):

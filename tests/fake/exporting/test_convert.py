@@ -303,3 +303,14 @@ def test_a_cast_of_a_weight_that_is_written_to_or_returned_is_not_the_stored_wei
         for got, wanted in zip(module(x), model(x), strict=True):
             assert error_of(got, wanted.double()) < 0.01
             got.zero_()
+
+
+@pytest.mark.parametrize("int8_range", ["full", "reduced"])
+def test_sums_that_torch_clamps_on_this_cpu_are_warned_about(
+    int8_range: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("amp_fx.exporting.converting.multiplies_int8", lambda: False)
+    # the last linear is not in int8
+    ep = converted(UpDown(16, 32, 8), torch.randn(32, 16), policy="int8", int8_range=int8_range)
+    assert len(ep.graph.find_nodes(op="call_function", target=aten._int_mm.default)) == 1
+    assert ("clamps sums" in caplog.text) == (int8_range == "full")

@@ -16,6 +16,7 @@ import amp_fx
 from amp_fx._torch import LINEAR, LINEAR_INT8
 from amp_fx.exporting import packaging
 from amp_fx.placement import devices
+from amp_fx.placement.layout import CAST
 from amp_fx.plans.label import Kind, Reason
 from levels import FP8_CPU
 from small_models import Parts
@@ -26,6 +27,8 @@ FLASH, BMM, MASKED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
 )
+WINDOW, ONES = torch.ops.aten.convolution.default, ([1, 1], [0, 0], [1, 1])
+CONVOLUTION = torch.ops.mkldnn._convolution_pointwise.default
 INT8_MM = torch.ops.aten._int_mm.default
 OP = "scaled_dot_product_attention"
 ATTENTION = getattr(torch.ops.aten, OP).default
@@ -44,12 +47,19 @@ class Asked:
         if self._fails:
             raise RuntimeError("no compiler")
         # as AOTAutograd does on a CPU
-        kernels = {ATTENTION: lambda query, key, value: FLASH(query, key, value)[0]}
+        kernels = {
+            ATTENTION: lambda query, key, value: FLASH(query, key, value)[0],
+            torch.ops.aten._to_copy.default: lambda x, dtype: CAST(x, dtype),
+            torch.ops.aten.conv2d.default: lambda x, weight: WINDOW(x, weight, None, *ONES, False, [0, 0], 1),
+        }
         gm, self.configs = program.run_decompositions(kernels).module(), configs
         for stage in ("joint", "post_grad"):
             if (passes := configs.get(f"{stage}_custom_pre_pass")) is not None:
                 passes(gm.graph)
         self.calls = Counter(node.target for node in gm.graph.nodes if node.op == "call_function")
+        assert not [call for call in map(str, self.calls) if "amp_fx" in call], (
+            "what loads a package has no amp_fx"
+        )
 
 
 @pytest.fixture
@@ -201,6 +211,15 @@ def test_products_of_bytes_are_those_of_compiled_models(
     assert (asked.calls[LINEAR_INT8], asked.calls[INT8_MM]) == wanted
 
 
+def test_convolutions_call_nothing_of_amp_fx_whether_the_weight_is_stored_or_given(asked: Asked) -> None:
+    net = Parts(lambda m, x, w: F.conv2d(m.convolution(x), w), convolution=nn.Conv2d(3, 128, 3))
+    args = torch.randn(2, 3, 9, 9), torch.randn(128, 128, 3, 3)
+    with torch.no_grad():
+        amp_fx.package(amp_fx.export(net.eval(), args), "package.pt2")
+    assert asked.calls[CONVOLUTION] == 1
+    assert asked.calls[WINDOW] == 1
+
+
 def test_regions_of_autocast_stay_in_a_program_that_has_them(asked: Asked) -> None:
     def forward(model: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -209,7 +228,7 @@ def test_regions_of_autocast_stay_in_a_program_that_has_them(asked: Asked) -> No
     plain = torch.export.export(Parts(forward, linear=nn.Linear(64, 64)), (torch.randn(2, 64),))
     amp_fx.package(plain, "package.pt2")
     # it casts what the linear reads, and nothing is packed
-    assert (asked.calls[torch.ops.aten._to_copy.default], packed(asked)) == (3, (0, 0))
+    assert (asked.calls[CAST], packed(asked)) == (3, (0, 0))
 
 
 def test_a_package_without_its_packed_weights_is_an_error(
