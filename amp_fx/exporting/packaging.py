@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,8 +102,9 @@ def package(
         for node, meta in before.items():
             node.meta = meta
     if left := len(hold.packed) - len(hold.held):
+        Path(path).unlink(missing_ok=True)
         raise PassError(
-            f"Inductor left out {left} of {len(hold.packed)} packed weights, so {path} would give wrong numbers. "
+            f"Inductor left out {left} of {len(hold.packed)} packed weights: {path} would give wrong numbers. "
             "inductor_configs={'freezing': True} compiles the program without them; please report it."
         )
     return path
@@ -164,10 +166,11 @@ def _packed(program: torch.export.ExportedProgram) -> tuple[torch.export.Exporte
     )
     if in_autocast or any(map(is_narrow, values.values())):
         return program, HoldPacked()
-    if multiplies_int8():
-        write_in_int8(gm.graph, weights)
-    else:
-        write_out_int8(gm.graph)
+    if any(value.dtype is torch.int8 for value in values.values()):
+        if multiplies_int8():
+            write_in_int8(gm.graph, weights)
+        else:
+            write_out_int8(gm.graph)
     added, positions, derived = pack(gm, weights, [], wide=True)
     parameters: dict[str, nn.Parameter] = {}
     packed: dict[int, Tensor] = {}

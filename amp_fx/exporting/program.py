@@ -22,9 +22,7 @@ from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, t
 from amp_fx.weights.derived import DerivedInputs
 from amp_fx.widened import identity
 
-#: what is a weight
 _WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-_OWN_NAME = "amp_fx_"
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ def new_program(
         graph_signature=ExportGraphSignature(inputs, outputs),
         state_dict={
             **_with_stored(ep.state_dict, stored),
-            **{_OWN_NAME + name: value for name, value in more.items()},
+            **{OWN + name: value for name, value in more.items()},
         },
         range_constraints=dict(ep.range_constraints),
         module_call_graph=[_own_entry(entry) for entry in ep.module_call_graph],
@@ -263,7 +261,7 @@ def _input_specs(
     found = []
     for node in gm.graph.find_nodes(op="placeholder"):
         if node.name in more:
-            spec = InputSpec(InputKind.PARAMETER, TensorArgument(node.name), _OWN_NAME + node.name)
+            spec = InputSpec(InputKind.PARAMETER, TensorArgument(node.name), OWN + node.name)
         elif (spec := specs.get(node.name)) is None:
             weight = specs[node.meta[COPY_META]]
             target = f"{weight.target}{node.name.removeprefix(weight.arg.name)}"
