@@ -44,7 +44,7 @@ __all__ = [
     "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext",
     "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
     "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
-    "run_in_order", "run_passes",
+    "package_passes", "run_in_order", "run_passes",
 ]  # fmt: skip
 
 #: what a plan is matched with: calls and their classes
@@ -131,3 +131,8 @@ def joint_passes(
 
 #: the passes on each of Inductor's forward, backward and inference graphs, in order
 PARTITIONED: tuple[Pass, ...] = (LayOutWeights(), CallPacked(), WriteCasts())
+
+
+def package_passes(hold: HoldPacked) -> tuple[Pass, ...]:
+    """The passes on Inductor's graphs of a package, in order. None leaves an op of amp_fx, which a package has not."""
+    return hold, CallPacked(), WriteCasts()

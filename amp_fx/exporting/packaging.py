@@ -26,7 +26,7 @@ from amp_fx.exporting.program import new_program, weights_of
 from amp_fx.graphs.exported import adopt
 from amp_fx.graphs.keys import PLAN_META, PRODUCTS_MARK, REGION_META
 from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in
-from amp_fx.passes import CallPacked, HoldPacked, PassContext, WriteCasts, joint_passes
+from amp_fx.passes import HoldPacked, PassContext, joint_passes, package_passes
 from amp_fx.passes.base import mark
 from amp_fx.passes.forward.choose_attention import choice
 from amp_fx.placement.attention import SCORES_AT_ONCE
@@ -93,9 +93,7 @@ def package(
         before = {node: {**node.meta} for node in calls}
         products = _attention(plan, calls, resolve(profile, "cpu"))
         joint = joint_passes({"cpu"}, scores_at_once=SCORES_AT_ONCE * torch.get_num_threads(), **products)
-        # no pass that leaves an op of amp_fx
-        partitioned = hold, CallPacked(), WriteCasts()
-        given |= {**hook("joint", joint, given), **hook("post_grad", partitioned, given)}
+        given |= {**hook("joint", joint, given), **hook("post_grad", package_passes(hold), given)}
     try:
         compile_package(program, path, given)
     finally:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import amp_fx
 from amp_fx.errors import FallbackWarning
 from documents import APART, BEFORE, ELSEWHERE, NOT_RUN, ROOT, SETUPS, blocks, pages
 from graphs import op_by_op
@@ -35,12 +37,12 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     # real packages are those of tests/cpu/exporting
-    packages = mock.patch.multiple(
-        torch._inductor,
-        aoti_compile_and_package=lambda program, package_path, **_: torch.export.save(program, package_path),
-        aoti_load_package=lambda path: torch.export.load(path).module(),
-    )
-    with packages:
+    with (
+        mock.patch.object(amp_fx, "package", shutil.copyfile),
+        mock.patch.object(
+            torch._inductor, "aoti_load_package", lambda path: torch.export.load(path).module()
+        ),
+    ):
         yield
     dist.destroy_process_group()
 

@@ -352,6 +352,7 @@ def test_onnxruntime_says_that_it_has_no_bf16_kernels_on_cpu(tmp_path: Path) -> 
 
 # what a program in fp8 stores and computes is in tests/fake/exporting
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11: AOTInductor's C++ does not name e4m3")
 def test_a_package_in_fp8_computes_what_its_program_does_in_a_quarter_of_the_bytes(tmp_path: Path) -> None:
     net = Parts(lambda m, x: m.head(x + m.net(x)), net=UpDown(256, 1024), head=nn.Linear(256, 16))
     model, x = net.eval().requires_grad_(False), torch.randn(5, 256)

@@ -139,7 +139,7 @@ def test_products_are_timed_where_threads_may_be_idle(time: float, monkeypatch: 
 
 
 #: in int8: three matrices with sums and factors of their columns, and the last linear
-HELD = {"int8": 3 * 64 * (64 + 4 + 4 + 8) + 2 * 64 * 64, "autocast": 2 * 4 * 64 * 64}
+HELD = {"int8": 3 * 64 * (64 + 4 + 4 + 4) + 2 * 64 * 64, "autocast": 2 * 4 * 64 * 64}
 
 
 @pytest.mark.bf16

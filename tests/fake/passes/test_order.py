@@ -10,7 +10,7 @@ from typing import Any
 import expecttest
 
 from amp_fx import passes
-from amp_fx.passes import Given, captured_passes, joint_passes
+from amp_fx.passes import Given, captured_passes, joint_passes, package_passes
 from amp_fx.policy.levels import LEVELS
 
 BELOW = passes.PlaceLevels(LEVELS["rowwise"], "cuda")
@@ -30,6 +30,7 @@ ORDERS = {
     "joint, mps": joint_passes({"mps"}),
     "partitioned": passes.PARTITIONED,
     "fused": (passes.ReadScales(),),
+    "package": package_passes(passes.HoldPacked()),
 }
 
 
@@ -58,7 +59,8 @@ joint, fp16 below 16 bits: scale-backward, place-levels, quantise-matmuls, separ
 joint, eager: separate-outputs, attend, lay-out-gradients, gemm-epilogue
 joint, mps: attend, lay-out-gradients, gemm-epilogue
 partitioned: lay-out-weights, call-packed, write-casts
-fused: read-scales""",
+fused: read-scales
+package: hold-packed, call-packed, write-casts""",
     )
 
 
