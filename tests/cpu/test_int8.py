@@ -270,11 +270,13 @@ def test_with_gradients_the_policy_means_autocast_and_says_so_once(caplog: pytes
 
 # what contradicts it among options is in the table of combinations.py, and that it has no gradients to calibrate, in
 # calibration/test_outputs.py
-def test_an_exported_program_multiplies_integers_without_amp_fx() -> None:
+# without VNNI torch clamps sums of the full range
+@pytest.mark.parametrize("int8_range", [pytest.param("full", marks=pytest.mark.int8), "reduced"])
+def test_an_exported_program_multiplies_integers_without_amp_fx(int8_range: str) -> None:
     with torch.inference_mode(False), torch.no_grad():
         model, _ = small()
         x = torch.randn(5, 32)
-        program = amp_fx.export(model, (x,), policy="int8", profile="off")
+        program = amp_fx.export(model, (x,), policy="int8", profile="off", int8_range=int8_range)
         assert [node for node in program.graph.nodes if node.target is torch.ops.aten._int_mm.default]
         assert torch.int8 in {weight.dtype for weight in program.state_dict.values()}
         assert wrong(program.module()(x), model, x) < 0.03

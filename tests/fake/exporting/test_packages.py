@@ -96,6 +96,7 @@ def packed(asked: Asked) -> tuple[int, int]:
     return asked.calls[LINEAR], asked.calls[LINEAR_INT8]
 
 
+@pytest.mark.bf16
 def test_weights_are_packed_and_attention_is_products_where_this_cpu_takes_less_time_for_them(
     asked: Asked, tmp_path: Path
 ) -> None:
@@ -211,6 +212,7 @@ def test_products_of_bytes_are_those_of_compiled_models(
     assert (asked.calls[LINEAR_INT8], asked.calls[INT8_MM]) == wanted
 
 
+@pytest.mark.bf16
 def test_convolutions_call_nothing_of_amp_fx_whether_the_weight_is_stored_or_given(asked: Asked) -> None:
     net = Parts(lambda m, x, w: F.conv2d(m.convolution(x), w), convolution=nn.Conv2d(3, 128, 3))
     args = torch.randn(2, 3, 9, 9), torch.randn(128, 128, 3, 3)
@@ -231,6 +233,7 @@ def test_regions_of_autocast_stay_in_a_program_that_has_them(asked: Asked) -> No
     assert (asked.calls[CAST], packed(asked)) == (3, (0, 0))
 
 
+@pytest.mark.bf16
 def test_a_package_without_its_packed_weights_is_an_error(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -256,6 +259,7 @@ class Cache(nn.Module):
         return y @ self.rows.T
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("how", ["exported", "loaded", "decomposed"])
 def test_what_a_program_writes_to_is_not_folded_and_its_weights_are_packed(
     asked: Asked, tmp_path: Path, how: str
