@@ -52,7 +52,7 @@ from amp_fx.placement.layout import convert_op
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard
-from amp_fx.policy.levels import is_narrow
+from amp_fx.policy.levels import Level, is_narrow
 from amp_fx.scaling import find_scaler
 from amp_fx.settings import Options
 from amp_fx.state import cache_results
@@ -118,7 +118,8 @@ def compile_rewritten(
         more = call.watch.add(call, rewritten, plan)
         observed = Call(rewritten, [*call.example_inputs, *more], call.ambient, call.opts)
         return call.watch.bind(compile_rewritten(observed, rewritten, plan, place))
-    if _is_below(rewritten) and graph_devices(call.gm) == {"cpu"} and not multiplies_int8():
+    in_int8 = any(level.dtype is torch.int8 for level in _levels(rewritten))
+    if in_int8 and graph_devices(call.gm) == {"cpu"} and not multiplies_int8():
         write_out_int8(rewritten.graph)
     kept = _with_kept_weights(call, rewritten)
     if kept is not None:
@@ -129,9 +130,9 @@ def compile_rewritten(
     return lower(rewritten, call.example_inputs, call.opts, call.scaler, place)
 
 
-def _is_below(rewritten: fx.GraphModule) -> bool:
-    """Whether something runs below 16 bits."""
-    return any(node.meta.get(LEVEL) for node in rewritten.graph.nodes)
+def _levels(rewritten: fx.GraphModule) -> list[Level]:
+    """Of all that runs below 16 bits."""
+    return [node.meta[LEVEL][0] for node in rewritten.graph.nodes if node.meta.get(LEVEL)]
 
 
 def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | None:
@@ -148,9 +149,8 @@ def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | 
     may_pack = on_cpu and (torch.__version__ >= "2.13" or not writes_to_shared_inputs(rewritten.graph))
     packs = may_pack and opts.numerics != "eager" and not has_narrow
     # by default no linears in fp32: that would take their memory once more
-    by_default = (
-        _is_below(rewritten) or bool(low or widenings(call.gm)) or any(map(convolves, rewritten.graph.nodes))
-    )
+    by_default = bool(_levels(rewritten) or low or widenings(call.gm))
+    by_default |= any(map(convolves, rewritten.graph.nodes))
     packs &= opts.weights == "cache" or (opts.weights == "auto" and by_default)
     changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
     is_code = tunes_kernels(opts.inductor) or not may_pack

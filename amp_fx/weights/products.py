@@ -100,7 +100,25 @@ def dequantised(factor: fx.Node, per: str) -> fx.Node | None:
     ``per``: ``"tensor"`` for a value, ``"channel"`` for a weight.
     """
     source = factor.all_input_nodes[0] if is_cast(factor) else factor
-    return source if str(source.target) == f"quantized_decomposed.dequantize_per_{per}.default" else None
+    is_found = str(source.target) == f"quantized_decomposed.dequantize_per_{per}.default"
+    return source if is_found and (per == "tensor" or _is_symmetric(source)) else None
+
+
+def _is_symmetric(weight: fx.Node) -> bool:
+    """True where zero stands for zero, and factors for the first dimension: oneDNN knows no other weights.
+
+    So :mod:`amp_fx.policy.scaled` writes them; a program may have others.
+    """
+    zeros, dim = args_of(weight)[2:4]
+    return dim == 0 and isinstance(zeros, fx.Node) and _are_zeros(zeros)
+
+
+def _are_zeros(node: fx.Node) -> bool:
+    if node.target is aten.cat.default:
+        return all(map(_are_zeros, node.all_input_nodes))
+    # decomposed, they are filled with a number
+    is_filled = node.target is aten.full.default and node.args[1:2] == (0,)
+    return is_filled or node.target is aten.zeros_like.default
 
 
 def write_out_int8(graph: fx.Graph) -> None:
@@ -111,6 +129,8 @@ def write_out_int8(graph: fx.Graph) -> None:
     call = partial(add_call, graph)
     for node in graph.find_nodes(op="call_function", target=quantised_ops().dequantize_per_channel.default):
         data, scales, *_ = args_of(node)
+        if not _is_symmetric(node):
+            continue
         with graph.inserting_before(node):
             factors = call(aten.view.default, scales, [-1] + [1] * (data.meta["val"].ndim - 1))
             node.replace_all_uses_with(call(aten.mul.Tensor, data, factors))

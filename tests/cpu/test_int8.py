@@ -310,3 +310,25 @@ def test_the_programs_default_dtype_is_not_that_of_what_onednn_reads() -> None:
     assert {scale.dtype for scale in gm.buffers()} == {torch.float32}
     gm.recompile()
     assert torch.equal(gm(x), rounded(x))
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize(("dim", "zero"), [(0, 9), (1, 0), (1, 9)])
+def test_weights_that_a_program_has_quantised_otherwise_are_multiplied_as_they_are(
+    dim: int, zero: int
+) -> None:
+    torch.manual_seed(0)
+    data, zeros = torch.randint(-99, 99, (32, 32), dtype=torch.int8), torch.full((32,), zero)
+    weight = data, torch.rand(32), zeros, dim, -128, 127, torch.int8
+    ops, span = quantised_ops(), (0.03, 128, 0, 255, torch.uint8)
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        x = ops.dequantize_per_tensor(ops.quantize_per_tensor(x, *span), *span)
+        return F.linear(x, ops.dequantize_per_channel(m.data, m.scales, m.zeros, *weight[3:]))
+
+    model = Parts(call)
+    for name, value in zip(("data", "scales", "zeros"), weight[:3], strict=True):
+        model.register_buffer(name, value)
+    x = torch.randn(6, 32)
+    run = torch.compile(model, backend="amp_fx", options={"weights": "cache", "strict": True})
+    torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-3)
