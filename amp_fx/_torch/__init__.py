@@ -6,7 +6,7 @@ name is private only by its underscore but documented or used by other projects 
 the comment says so.
 
 Here: one file for each of torch's layers: Dynamo (with the list of what torch calls of amp_fx), tracing and autocast,
-AOTAutograd, Inductor.
+AOTAutograd, Inductor; and ``faults.py``, the table of what torch computes wrongly.
 Not here: decisions. What is asked is asked in torch's words, and what is answered is plain data or a torch type.
 Open ``inductor.py`` first.
 """
@@ -14,6 +14,7 @@ Open ``inductor.py`` first.
 # ruff: noqa: F403  # each file says in __all__ what it is for
 
 from amp_fx._torch.dynamo import *
+from amp_fx._torch.faults import *
 from amp_fx._torch.inductor import *
 from amp_fx._torch.lowering import *
 from amp_fx._torch.packing import *

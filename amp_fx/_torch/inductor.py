@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,13 @@ import torch
 import torch.fx as fx
 from torch._functorch import config as _functorch_config
 
+from amp_fx._torch.faults import faults_met, mended
 from amp_fx._torch.tracing import autocast_disabled
 
 __all__ = [
     "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_mode_options",
     "inductor_option_names", "joint_roles", "lays_out_convolutions", "program_outputs",
-    "reads_back_in_order", "replace_inner_compile", "source_hash", "stock_inductor", "traced_anew", "tunes_kernels",
+    "replace_inner_compile", "source_hash", "stock_inductor", "traced_anew", "tunes_kernels",
     "write_as_it_is",
 ]  # fmt: skip
 
@@ -42,44 +42,13 @@ def compile_with_inductor(
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("val", None)
     # for each graph: the backward may be compiled when it is first called
-    inner_compile = reads_back_in_order()(module.compile_fx_inner)
-    with _functorch_config.patch(backward_pass_autocast="off"):
+    met = faults_met()
+    inner_compile = mended(met)(module.compile_fx_inner)
+    with _functorch_config.patch(backward_pass_autocast="off"), mended(met):
         # typed as what it returns to AOTInductor, too
         return module.compile_fx(  # type: ignore[return-value]
             gm, list(example_inputs), inner_compile=inner_compile, config_patches=config_patches
         )
-
-
-#: what is patched is of the process
-_reading_back = threading.RLock()
-
-
-@contextlib.contextmanager
-def reads_back_in_order() -> Iterator[None]:
-    """Inside, a Triton kernel waits for all of its threads before it reads what it has written, as from torch 2.14 on.
-
-    Inductor's loops over long rows write a value and read it in the next loop. Where one of them also reads or writes
-    another dtype, Triton lets other threads read an element than have written it, and the value may not be there yet:
-    a norm whose fp32 result is saved and whose bf16 result is returned was wrong on an H200 (pytorch#190519,
-    triton#10924). Tried on 2.11 and 2.13.
-    """
-    if torch.__version__ >= "2.14":
-        yield
-        return
-    from torch._inductor.codegen.common import DeferredLine
-    from torch._inductor.codegen.triton import TritonKernel
-
-    def wait_before_access(self: Any, lines: Any, *names: Any, consider_reads: bool = False) -> None:
-        # with consider_reads, the access is a write
-        for name in () if consider_reads else names:
-            if name in self.cse.invalidated_stores:
-                lines.writeline(DeferredLine(name, "tl.debug_barrier()"))
-        before_access(self, lines, *names, consider_reads=consider_reads)
-
-    with _reading_back:
-        before_access = TritonKernel._handle_pdl_before_access
-        with mock.patch.object(TritonKernel, "_handle_pdl_before_access", wait_before_access):
-            yield
 
 
 def traced_anew() -> contextlib.AbstractContextManager[Any]:
@@ -92,7 +61,7 @@ def compile_package(ep: torch.export.ExportedProgram, path: str, configs: Mappin
     import torch._inductor
 
     # it freezes only where there are no gradients
-    with torch.no_grad(), autocast_disabled(), reads_back_in_order():
+    with torch.no_grad(), autocast_disabled(), mended(faults_met()):
         torch._inductor.aoti_compile_and_package(ep, package_path=path, inductor_configs={**configs})
 
 
