@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C import DispatchKey
 
 __all__ = ["FAULTS", "Fault", "faults_met", "mended", "noting_faults"]
@@ -122,21 +122,37 @@ def _pooled_by_what_is_there(note: _Note) -> contextlib.AbstractContextManager[o
 
 def _sparse_values_kept(note: _Note) -> contextlib.AbstractContextManager[object]:
     """What a sparse tensor is made of is not given to a later kernel to write its results to."""
-    from torch._inductor import lowering
+    from torch._inductor import graph, lowering
     from torch._inductor.virtualized import V
 
-    op = _aten._sparse_coo_tensor_with_dims_and_tensors.default
-    stock = lowering.lowerings[op]
+    def own(node: object, value: Any) -> Any:
+        if not isinstance(node, fx.Node) or _is_sparse(node):
+            return value
+        # fused into what makes the value
+        copy = lowering.clone(value)
+        copy.realize()
+        V.graph.never_reuse_buffers.add(copy.get_name())
+        return copy
 
-    def lower(sparse_dim: Any, dense_dim: Any, size: Any, indices: Any, values: Any, **kwargs: Any) -> Any:
-        note()
-        own = [lowering.clone(part) for part in (indices, values)]
-        for part in own:
-            part.realize()
-            V.graph.never_reuse_buffers.add(part.get_name())
-        return stock(sparse_dim, dense_dim, size, *own, **kwargs)
+    def handler(op: Any, **options: Any) -> Callable[..., Any]:
+        run = stock(op, **options)
 
-    return mock.patch.dict(lowering.lowerings, {op: lower})
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            node = V.graph.current_node
+            if _is_sparse(node):
+                note()
+                args = tuple(own(*pair) for pair in zip(node.args, args, strict=True))
+            return run(*args, **kwargs)
+
+        return lower
+
+    stock = graph.fallback_handler
+    return mock.patch.object(graph, "fallback_handler", handler)
+
+
+def _is_sparse(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.layout is not torch.strided
 
 
 @contextlib.contextmanager
