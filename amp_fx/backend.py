@@ -21,6 +21,7 @@ from amp_fx._torch import (
     in_inference_mode,
     install_all,
     note_inference_mode,
+    noting_faults,
 )
 from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
 from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
@@ -119,7 +120,8 @@ def _as_asked(call: Call, _reason: str) -> tuple[str, Callable[..., Any]]:
         _say_unscaled(call)
     device = graph_device(call.gm, call.ambient)
     place = level_placement(opts, device, call.ambient[device].dtype, plan, rewritten)
-    compiled = compile_rewritten(call, rewritten, plan, place)
+    with noting_faults(plan.faults):
+        compiled = compile_rewritten(call, rewritten, plan, place)
     if place is not None:
         add_choices(plan, place)
     if call.training:
@@ -156,8 +158,9 @@ def _under_autocast(call: Call, reason: str) -> tuple[str, Callable[..., Any]]:
     how = "with torch.autocast's semantics"
     if graph is call.gm:
         how = "in fp32, since torch.autocast fails on it too"
-    compiled = lower_as_it_is(graph, call.example_inputs, call.opts)
     plan = Plan(compile_id(), str(call.opts.policy), graph_break=graph_break(call.gm))
+    with noting_faults(plan.faults):
+        compiled = lower_as_it_is(graph, call.example_inputs, call.opts)
     plan.fallback = f"{reason}; compiled {how}"
     _say(plan)
     return how, compiled

@@ -286,8 +286,8 @@ def lower(
     if "cpu" in devices:
         # what the caches hand out may call it
         convert_op()
-    # the cache does not tell a listener what the pass chose
-    anew = traced_anew() if place is not None and is_heard() else contextlib.nullcontext()
+    # caches do not tell a listener what the passes chose, and which of torch's faults are met
+    anew = traced_anew() if is_heard() else contextlib.nullcontext()
     with autocast_shield(), anew:
         compiled = compile_with_inductor(gm, example_inputs, {**inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)

@@ -51,9 +51,13 @@ def compile_with_inductor(
         )
 
 
-def traced_anew() -> contextlib.AbstractContextManager[Any]:
-    """Inside, passes on joint graphs run even where AOTAutograd's cache has their result."""
-    return _functorch_config.patch(enable_autograd_cache=False)
+@contextlib.contextmanager
+def traced_anew() -> Iterator[None]:
+    """Inside, graphs are traced and lowered even where a cache has the result; a C++ compiler's are taken from its."""
+    from torch._inductor import config
+
+    with _functorch_config.patch(enable_autograd_cache=False), config.patch(fx_graph_cache=False):
+        yield
 
 
 def compile_package(ep: torch.export.ExportedProgram, path: str, configs: Mapping[str, Any]) -> None:

@@ -192,6 +192,8 @@ class Plan:
         profile: name of the device profile that weighed casts against arithmetic, or an empty string.
         meaning: what a policy below 16 bits means on the device: the level, or why it means autocast.
         unused_rules: the policy's rules that no call of this graph matches; another graph may have such calls.
+        faults: what the installed torch computes wrongly of this graph, and what was done instead; of a backward that
+            is compiled when it is first called, from then on.
     """
 
     graph: str = "graph"
@@ -209,6 +211,7 @@ class Plan:
     profile: str = ""
     meaning: str = ""
     unused_rules: list[dict[str, str]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
     @property
     def changed(self) -> bool:

@@ -71,6 +71,7 @@ def advise(plans: Sequence[Plan]) -> list[Advice]:
         *_unaligned(forward),
         *_small(forward),
         *(Advice("graph break", broken.format(plan)) for plan in forward if plan.graph_break),
+        *(Advice("torch", text) for text in dict.fromkeys(text for plan in plans for text in plan.faults)),
     ]
 
 
