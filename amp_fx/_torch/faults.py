@@ -101,7 +101,14 @@ def _pooled_by_what_is_there(note: _Note) -> contextlib.AbstractContextManager[o
         stock, kernel = lowering.lowerings[op], lowering.fallback_handler(op, add_to_fallback_set=False)
 
         def lower(
-            gradient: Any, x: Any, window: Any, stride: Any, padding: Any, ceil: Any, count_pad: Any, divisor: Any = None
+            gradient: Any,
+            x: Any,
+            window: Any,
+            stride: Any,
+            padding: Any,
+            ceil: Any,
+            count_pad: Any,
+            divisor: Any = None,
         ) -> Any:
             steps, edges, sizes = stride or window, padding or [0] * len(window), x.get_size()[-len(window) :]
             geometry = (window, steps, edges, ceil)
@@ -180,7 +187,9 @@ def _labels_up_to_the_first_minus_one(note: _Note) -> contextlib.AbstractContext
         is_named = (named == -1).cumsum(-1) == 0
         labels = torch.where(is_named, named, 0)
         is_target = torch.zeros_like(rows).scatter_add(-1, labels, is_named.to(x.dtype)).clamp_max(1)
-        margins = (1 - rows.gather(-1, labels).unsqueeze(-1) + rows.unsqueeze(-2)).clamp_min(0) / rows.shape[-1]
+        margins = (1 - rows.gather(-1, labels).unsqueeze(-1) + rows.unsqueeze(-2)).clamp_min(0) / rows.shape[
+            -1
+        ]
         counts = is_named.unsqueeze(-1) & (is_target == 0).unsqueeze(-2)
         losses = torch.where(counts, margins, 0).sum((-2, -1))
         # as the enum at::Reduction has them
@@ -216,8 +225,8 @@ def _kept_where_the_size_is(note: _Note) -> contextlib.AbstractContextManager[ob
 
 FAULTS = (
     Fault(
-        "gradients that are added up in place and then laid out for a convolution on a CPU",
-        "they are read behind the kernel that adds them up",
+        "sums that are made in place (gradients of interpolation and max pooling) between convolutions on a CPU",
+        "they are read when they are complete",
         "pytorch#185509",
         _scheduled_in_order,
         versions=("2.13",),
