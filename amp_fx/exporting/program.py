@@ -17,8 +17,8 @@ from amp_fx.errors import InputError, OptionsError
 from amp_fx.graphs.calls import origin, output_nodes
 from amp_fx.graphs.exported import Inner
 from amp_fx.graphs.fake_runs import add_call
-from amp_fx.graphs.keys import CAST_META, COPY_META, OUTPUT_META, OWN, RECIPE_META, REGION_META
-from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, tensors
+from amp_fx.graphs.keys import CAST_META, COPY_META, OWN, RECIPE_META, REGION_META, TRACED_META
+from amp_fx.graphs.values import dtypes_and_sizes, is_eligible, storage_of, storages_written_in
 from amp_fx.weights.derived import DerivedInputs
 from amp_fx.widened import identity
 
@@ -159,7 +159,7 @@ def narrow_ends(
         if spec.kind is OutputKind.USER_OUTPUT and is_eligible(value) and value.dtype is torch.float32:
             ends[index] = _cast(ends[index], low, before=output)
     output.args = (tuple(ends),)
-    output.meta[OUTPUT_META] = [[v.dtype for v in tensors(n.meta.get("val"))] for n in output_nodes(gm)]
+    output.meta[TRACED_META] = [dtypes_and_sizes(node) for node in output_nodes(gm)]
     return narrowed
 
 

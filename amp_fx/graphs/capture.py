@@ -37,9 +37,9 @@ from amp_fx._torch import (
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import grad_modes, output_nodes, pad_by_numbers
 from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter, fake_mode_of, stand_in
-from amp_fx.graphs.keys import OUTPUT_META
+from amp_fx.graphs.keys import TRACED_META
 from amp_fx.graphs.regions import Regions, node_regions
-from amp_fx.graphs.values import tensors
+from amp_fx.graphs.values import dtypes_and_sizes, tensors
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import lookup
 
@@ -87,9 +87,7 @@ def capture(gm: fx.GraphModule, ambient: Regions) -> fx.GraphModule:
         node.meta, node.target = {**original.meta, **node.meta}, original.target
         node._rename(original.name)
     traced.recompile()
-    traced.graph.output_node().meta[OUTPUT_META] = [
-        [value.dtype for value in tensors(node.meta.get("val"))] for node in output_nodes(traced)
-    ]
+    traced.graph.output_node().meta[TRACED_META] = [dtypes_and_sizes(node) for node in output_nodes(traced)]
     take_over(traced, gm)
     logger.debug("captured %d Dynamo nodes as %d ATen nodes", len(gm.graph.nodes), len(traced.graph.nodes))
     return traced

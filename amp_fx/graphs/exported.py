@@ -21,9 +21,9 @@ from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import origin, output_nodes, pad_by_numbers, where
 from amp_fx.graphs.capture import OPAQUE_BODIES
 from amp_fx.graphs.fake_runs import add_call, dtype_under_autocast, fake_arguments
-from amp_fx.graphs.keys import OUTPUT_META, REGION_META
+from amp_fx.graphs.keys import REGION_META, TRACED_META
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
-from amp_fx.graphs.values import LOW_DTYPES, in_place_target, is_eligible, tensors
+from amp_fx.graphs.values import LOW_DTYPES, dtypes_and_sizes, in_place_target, is_eligible, tensors
 
 aten = torch.ops.aten
 
@@ -54,9 +54,7 @@ def adopt(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
     adopted.meta.update(gm.meta)
     _share_storages(graph)
     pad_by_numbers(graph)
-    output.meta[OUTPUT_META] = [
-        [value.dtype for value in tensors(node.meta.get("val"))] for node in output_nodes(adopted)
-    ]
+    output.meta[TRACED_META] = [dtypes_and_sizes(node) for node in output_nodes(adopted)]
     return adopted
 
 

@@ -7,8 +7,8 @@ OWN = "amp_fx_"
 
 #: call -> type of a device -> the autocast region that the call is in
 REGION_META = "amp_fx_region"
-#: the graph's output -> dtypes of each result as Dynamo traced them
-OUTPUT_META = "amp_fx_traced"
+#: the graph's output -> of each result, dtypes and sizes as Dynamo traced them; ``classify`` notes them of each call
+TRACED_META = "amp_fx_traced"
 #: input of a graph that was moved to a GPU that is not there -> what it is in the program
 SOURCE_META = "amp_fx_source"
 

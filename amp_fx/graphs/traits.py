@@ -38,6 +38,11 @@ class Trait(enum.Enum):
     IMPLIED_CAST = "a cast whose dtype is read off another tensor, or bundled with a device"
     IMPLIED_DTYPE = "makes a tensor of its argument's dtype unless the call names one"
     OWN_DTYPES = "returns each of its arguments in that argument's dtype"
+    CONVERTS = "where the call names a dtype, converts its arguments to that before it computes"
+    READS_BITS = (
+        "reads how its argument is stored: its result, or the shape of that, is another one for each dtype"
+    )
+    WANTS_DTYPE = "its kernel takes fp32 alone, or its result depends on which numbers the dtype has"
     # derivatives
     LINEAR = "its gradient does not depend on its input"
     PASSES_GRADIENT = "hands the gradient of its result on to operands of the result's shape, up to the sign"
@@ -91,6 +96,14 @@ _NAMES: Mapping[Trait, str] = {
         atleast_1d.Sequence atleast_2d.Sequence atleast_3d.Sequence broadcast_tensors meshgrid
         meshgrid.indexing
     """,
+    Trait.CONVERTS: """
+        _safe_softmax cumprod.* cumsum.* empty_like full_like linalg_matrix_norm.* linalg_norm.* linalg_vector_norm
+        log_softmax.* mean.* nanmean nansum new_empty new_empty_strided new_full new_ones new_zeros norm.* ones_like
+        prod.* rand_like.* randint_like.* randn_like.* softmax.* special_log_softmax special_softmax sum.* to.*
+        _to_copy zeros_like
+    """,
+    Trait.READS_BITS: "hash_tensor view.dtype view_copy.dtype",
+    Trait.WANTS_DTYPE: "nextafter quantize_per_channel quantize_per_tensor.* quantize_per_tensor_dynamic",
     Trait.LINEAR: "add.Scalar add.Tensor mean neg sub.Scalar sub.Tensor sum",
     Trait.PASSES_GRADIENT: "clone contiguous add.Tensor add_.Tensor neg sub.Tensor sub_.Tensor",
     Trait.KINK: "hardtanh.* leaky_relu.* prelu relu.* relu6.* threshold.*",

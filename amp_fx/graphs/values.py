@@ -48,6 +48,11 @@ def numel(value: torch.Tensor) -> int:
     return math.prod(size_hint(size) for size in value.shape)
 
 
+def dtypes_and_sizes(node: fx.Node) -> list[tuple[torch.dtype, list[int]]]:
+    """Of each tensor in a node's value. Symbolic sizes are those of the trace, which sets no guard."""
+    return [(value.dtype, [*map(size_hint, value.shape)]) for value in tensors(node.meta.get("val"))]
+
+
 def cast_bytes(value: torch.Tensor, to: torch.dtype) -> int:
     """Bytes a cast of ``value`` reads and writes when it is a kernel of its own."""
     return numel(value) * (value.dtype.itemsize + to.itemsize)

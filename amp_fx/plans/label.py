@@ -35,6 +35,8 @@ class Kind(str, enum.Enum):
     SUBCLASS = "tensor-subclass", "takes a tensor subclass, which has its own dtype"
     CAST = "cast", "the program's own cast"
     NAMES_DTYPE = "names-dtype", "the program names the dtype of the result"
+    DEPENDS_ON_DTYPE = "depends-on-dtype", "its result depends on the dtype that it is given: as traced"
+    COMPLEX = "makes-complex", "complex numbers of real ones: half complex numbers have few kernels"
     OWN_DTYPES = "own-dtypes", "returns each argument in its own dtype"
     REGION = "autocast-disabled", "inside torch.autocast(enabled=False)"
     LOW_ALREADY = "low-already", "already low as the program wrote it"
@@ -57,7 +59,8 @@ class Kind(str, enum.Enum):
     TINY_EPS = "tiny-eps", "tiny-eps: {eps:g} is below {low}'s smallest normal number"
     EXP_SUM = "exp-sum", "exp-sum: exponentials that are summed need fp32's range and digits"
     POSITIONS = "positions", "positions: integers beyond 256 are not exact in a 16-bit dtype"
-    NO_KERNEL = "no-kernel", "no-kernel: oneDNN has no LSTM in {low} for this CPU"
+    NO_KERNEL = "no-kernel", "no-kernel: nothing computes it in {low} here"
+    BITS = "bits", "bits: its bits are read, and those of {low} would be zeros"
     SHARED_STORAGE = "shared-storage", "a view of a storage that is written to or visible outside"
     WEIGHT_RANGE = "weight-range", "{weight} has values beyond the range of {low}"
     # the cut
@@ -98,7 +101,9 @@ class Kind(str, enum.Enum):
 
 
 #: what :mod:`amp_fx.passes.forward.constrain` finds
-HAZARDS = frozenset({Kind.SCALAR_RANGE, Kind.TINY_EPS, Kind.EXP_SUM, Kind.POSITIONS, Kind.NO_KERNEL})
+HAZARDS = frozenset(
+    {Kind.SCALAR_RANGE, Kind.TINY_EPS, Kind.EXP_SUM, Kind.POSITIONS, Kind.NO_KERNEL, Kind.BITS}
+)
 #: what rounding a call costs in accuracy
 SENSITIVITY = frozenset(
     {Kind.ROUNDING_ADDS, Kind.ROUNDING_WOULD_ADD, Kind.ROUNDING_ADDS_UP_TO, Kind.ROUNDING_OVERFLOWS}

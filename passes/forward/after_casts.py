@@ -12,8 +12,15 @@ from amp_fx._torch import OpOverload
 from amp_fx.errors import VerifyError
 from amp_fx.graphs.calls import differentiated, grad_modes, is_cast, output_nodes, where
 from amp_fx.graphs.fake_runs import fake_values, run_fake
-from amp_fx.graphs.keys import CAST_META, OUTPUT_META, RAN_META, STEP_META
-from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, tensors
+from amp_fx.graphs.keys import CAST_META, RAN_META, STEP_META, TRACED_META
+from amp_fx.graphs.values import (
+    PLACED_DTYPES,
+    dtypes_and_sizes,
+    is_eligible,
+    storage_of,
+    storages_written_in,
+    tensors,
+)
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.insert_casts import retyped_arguments
 from amp_fx.plans.label import Label, Takes, label_of
@@ -107,8 +114,10 @@ class Verify(Pass):
 
     1. every call that was re-typed, or reads what a pass has added, runs and gives the dtypes its ``meta["val"]``
        claims. Those that ran on the very same values when casts were inserted have shown it.
-    2. ``low`` and ``fp32`` ops take and produce the planned dtype; fake tensors let a matmul have two.
-    3. the graph's outputs have the dtypes of the program as traced.
+    2. every result of a call has the size of the program as traced, and its dtype, but for what amp_fx places: an
+       op that reads bits has other sizes for another dtype. Of ``keep``, the very dtypes.
+    3. ``low`` and ``fp32`` ops take and produce the planned dtype; fake tensors let a matmul have two.
+    4. the graph's outputs have the dtypes and sizes of the program as traced.
 
     The graph is not changed::
 
@@ -120,8 +129,9 @@ class Verify(Pass):
         checked = 0
         for node in gm.graph.nodes:
             plan, ran = label_of(node), node.meta.pop(RAN_META, None)
-            if plan is None or not isinstance(node.target, OpOverload) or plan.op_class is OpClass.KEEP:
+            if plan is None or not isinstance(node.target, OpOverload):
                 continue
+            traced = node.meta.pop(TRACED_META, None)
             now = fake_values(node)
             has_run = ran is not None and len(ran) == len(now) and all(map(operator.is_, ran, now))
             if not has_run and any(map(_is_retyped, node.all_input_nodes)):  # case 1
@@ -129,16 +139,19 @@ class Verify(Pass):
                 claimed = [value.dtype for value in tensors(node.meta["val"])]
                 if got != claimed:
                     raise VerifyError(f"{node.name} gives {got}, its metadata says {claimed} [{where(node)}]")
+            if traced is not None and not _is_as_traced(node, plan, traced):  # case 2
+                raise VerifyError(
+                    f"{node.name} gives {dtypes_and_sizes(node)}, traced {traced} [{where(node)}]"
+                )
             # without gradients, what multiplies below 16 bits takes what its level says
             is_below = plan.computed is not plan.dtype and not context.training
-            if plan.op_class in (OpClass.LOW, OpClass.FP32) and not is_below:  # case 2
+            if plan.op_class in (OpClass.LOW, OpClass.FP32) and not is_below:  # case 3
                 _check_planned(node, plan)
             checked += 1
-        traced_dtypes = gm.graph.output_node().meta[OUTPUT_META]
-        for node, traced in zip(output_nodes(gm), traced_dtypes, strict=True):  # case 3
-            got = [value.dtype for value in tensors(node.meta.get("val"))]
-            if got != traced:
-                what = f"output {node.name} has dtypes {got}, Dynamo traced {traced}"
+        results = gm.graph.output_node().meta[TRACED_META]
+        for node, traced in zip(output_nodes(gm), results, strict=True):  # case 4
+            if (got := dtypes_and_sizes(node)) != traced:
+                what = f"output {node.name} has dtypes and sizes {got}, Dynamo traced {traced}"
                 raise VerifyError(f"{what} [{where(node)}]")
         return f"{checked} calls checked"
 
@@ -148,7 +161,16 @@ def _is_retyped(source: fx.Node) -> bool:
     plan, value = label_of(source), source.meta.get("val")
     if plan is None:
         return CAST_META in source.meta or STEP_META in source.meta
-    return not is_eligible(value) or value.dtype is not plan.traced
+    return is_eligible(value) and value.dtype is not plan.traced
+
+
+def _is_as_traced(node: fx.Node, plan: Label, traced: list[tuple[torch.dtype, list[int]]]) -> bool:
+    """True where each result has the traced size, and the traced dtype or, if the call is placed, another of ours."""
+    got, places = dtypes_and_sizes(node), () if plan.op_class is OpClass.KEEP else PLACED_DTYPES
+    return len(got) == len(traced) and all(
+        size == before and (dtype is was or (dtype in places and was in places))
+        for (dtype, size), (was, before) in zip(got, traced, strict=True)
+    )
 
 
 def _check_planned(node: fx.Node, plan: Label) -> None:

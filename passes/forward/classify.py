@@ -20,10 +20,17 @@ from amp_fx.graphs.calls import (
     tensor_arguments,
 )
 from amp_fx.graphs.fake_runs import dtype_under_autocast
-from amp_fx.graphs.keys import LABEL, MAY_ROUND, REGION_META, STEP_META, TIED
+from amp_fx.graphs.keys import LABEL, MAY_ROUND, REGION_META, STEP_META, TIED, TRACED_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import LOW_DTYPES, call_device, in_place_target, is_eligible, tensors
+from amp_fx.graphs.values import (
+    LOW_DTYPES,
+    call_device,
+    dtypes_and_sizes,
+    in_place_target,
+    is_eligible,
+    tensors,
+)
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Kind, Label, Reason, Takes
 from amp_fx.policy import OpClass, OpGroup, Origin
@@ -74,14 +81,16 @@ class Classify(Pass):
     Cases, first match wins:
 
     1. not an ATen op, no eligible tensor in or out, or a tensor subclass among the inputs: ``keep``.
-    2. the op names its result's dtype (casts, creation, ``sum(x, dtype=...)``): ``keep``, any input.
+    2. the op names its result's dtype (casts, creation, ``sum(x, dtype=...)``): ``keep``, any input; only ops that
+       are known to convert first. What reads bits (``x.view(torch.int32)``), or takes one dtype alone: ``keep``.
     3. inside ``torch.autocast(enabled=False)``: ``keep``.
     4. no autocast of the user's, and every input is already low as traced: ``keep``; amp_fx lowers fp32
        programs, what the user lowered stays as written.
     5. writes in place: takes the dtype of what it writes to, as eager autocast does.
-    6. a user rule; the last one that matches. One that wants the result in fp32 leaves a call in fp32 where no kernel
+    6. makes complex numbers of real ones, and is not listed as fp32: ``keep``.
+    7. a user rule; the last one that matches. One that wants the result in fp32 leaves a call in fp32 where no kernel
        multiplies low operands and returns that.
-    7. the device's list; else ``keep``.
+    8. the device's list; else ``keep``.
 
     Before, and after::
 
@@ -98,7 +107,7 @@ class Classify(Pass):
             if node.op not in ("call_function", "call_method") or STEP_META in node.meta:
                 continue
             plan = _label(node, context)
-            node.meta[LABEL] = plan
+            node.meta[LABEL], node.meta[TRACED_META] = plan, dtypes_and_sizes(node)
             counts[plan.op_class.value] += 1
         return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no calls"
 
@@ -141,8 +150,11 @@ def _label(node: fx.Node, context: PassContext) -> Label:
         return keep(Kind.SUBCLASS)
     if is_cast(node):  # case 2
         return keep(Kind.CAST, Takes.ANY)
-    if argument_value(node, "dtype") is not None or (not inputs and outputs):
+    converts = has_trait(node, Trait.CONVERTS) and argument_value(node, "dtype") is not None
+    if converts or (not inputs and outputs):
         return keep(Kind.NAMES_DTYPE, Takes.ANY)
+    if has_trait(node, Trait.READS_BITS, Trait.WANTS_DTYPE):
+        return keep(Kind.DEPENDS_ON_DTYPE)
     if has_trait(node, Trait.OWN_DTYPES):
         return keep(Kind.OWN_DTYPES)
     if not region.enabled:  # case 3
@@ -154,7 +166,10 @@ def _label(node: fx.Node, context: PassContext) -> Label:
     rules = context.policy.matching(plan.op, plan.module_path)
     context.matched.update(rules)
     row = lookup(node.target, device)
-    if rules:  # case 6
+    makes_complex = inputs and any(value.is_complex() for value in tensors(node.meta["val"]))
+    if makes_complex and (row is None or row.op_class is not OpClass.FP32):  # case 6
+        return keep(Kind.COMPLEX)
+    if rules and not makes_complex:  # case 7
         rule = rules[-1]
         plan.op_class, plan.takes = PRECISIONS[rule.precision], Takes.DTYPE
         plan.reasons = (Reason.of(Kind.RULE, rule=str(rule)),)
@@ -168,7 +183,7 @@ def _label(node: fx.Node, context: PassContext) -> Label:
             plan.op_class = OpClass.FP32
             plan.reasons += (Reason.of(Kind.NO_WIDE_RESULT, device=device, op=plan.op, low=plan.low),)
         return plan
-    return _from_lists(plan, node, row, context, device)  # case 7
+    return _from_lists(plan, node, row, context, device)  # case 8
 
 
 def _label_write(plan: Label, node: fx.Node, op: OpOverload) -> Label:

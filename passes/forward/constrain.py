@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor, OpOverload, onednn_computes
-from amp_fx.graphs.calls import arguments, differentiated, is_cast, readers
+from amp_fx.graphs.calls import argument_value, arguments, differentiated, is_cast, readers
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, storage_of, tensors, written_arguments, written_storages
@@ -228,16 +228,44 @@ def positions(graph: fx.Graph) -> Hazards:
 
 
 def no_kernel(graph: fx.Graph) -> Hazards:
-    """An LSTM in a 16-bit dtype on a CPU for which oneDNN has none.
+    """A call that has no kernel in a 16-bit dtype, though others of the same op have one.
 
-    ``nn.LSTM`` under ``torch.autocast("cpu")`` raises "could not create a primitive descriptor" there.
+    ``nn.LSTM`` under ``torch.autocast("cpu")`` raises "could not create a primitive descriptor" on a CPU for which
+    oneDNN has none; ``torch.linalg.matrix_norm(x, 2)``, "Low precision dtypes not supported".
     """
     for node, plan in _ours(graph):
-        if _base(node) not in ("lstm", "mkldnn_rnn_layer") or plan.low is None:
-            continue
-        on_cpu = any(value.device.type == "cpu" for value in tensors(node.meta.get("val")))
-        if on_cpu and not onednn_computes(plan.low):
+        if plan.low is not None and (_is_lstm_without(plan.low, node) or _factorises(node)):
             yield node, Reason.of(Kind.NO_KERNEL, low=plan.low)
+
+
+def _is_lstm_without(low: torch.dtype, node: fx.Node) -> bool:
+    if _base(node) not in ("lstm", "mkldnn_rnn_layer") or onednn_computes(low):
+        return False
+    return any(value.device.type == "cpu" for value in tensors(node.meta.get("val")))
+
+
+def _factorises(node: fx.Node) -> bool:
+    """True for a norm by singular values, and for a power that inverts: no device has half kernels for those."""
+    base, order, power = _base(node), argument_value(node, "ord"), argument_value(node, "n")
+    if base in ("linalg_matrix_norm", "linalg_norm"):
+        dims = argument_value(node, "dim") or range(node.all_input_nodes[0].meta["val"].ndim)
+        return order in (2, -2, "nuc") and len(dims) == 2
+    return base in ("linalg_matrix_power", "matrix_power") and power < 0
+
+
+def bits(graph: fx.Graph) -> Hazards:
+    """A value whose bits are read, computed in the low dtype: the lower half of fp32's bits would be zeros.
+
+    Hashes of ``(x @ w).view(torch.int32)`` would fall together, and the mean of its bytes would be half as large.
+    """
+    for node in graph.nodes:
+        stack = list(node.all_input_nodes) if has_trait(node, Trait.READS_BITS) else []
+        while stack:
+            plan = label_of(source := stack.pop())
+            if _moves(source):
+                stack += source.all_input_nodes
+            elif plan is not None and plan.op_class is not OpClass.KEEP and plan.traced is torch.float32:
+                yield source, Reason.of(Kind.BITS, low=plan.low)
 
 
 #: (pattern, True where eager autocast would raise rather than round, so that it holds under numerics="eager" too)
@@ -245,6 +273,7 @@ HAZARDS: tuple[tuple[Callable[[fx.Graph], Hazards], bool], ...] = (
     (scalar_range, True),
     (no_kernel, True),
     (tiny_eps, False),
+    (bits, False),
     (exp_sum, False),
     (positions, False),
 )

@@ -19,7 +19,7 @@ from amp_fx import CaptureError
 from amp_fx._torch import enable_autocast
 from amp_fx.graphs.calls import module_path, source_line
 from amp_fx.graphs.capture import capture
-from amp_fx.graphs.keys import OUTPUT_META, REGION_META
+from amp_fx.graphs.keys import REGION_META, TRACED_META
 from amp_fx.graphs.regions import ambient_regions
 from checks import DOWN, UP, agree, check
 from graphs import Block, captured, dynamo_graph, plans, rewrite
@@ -67,10 +67,10 @@ def test_a_capture_has_dynamos_calls_and_placeholders_and_leaves_its_graph_as_it
     assert traced.meta.items() >= gm.meta.items()
 
 
-def test_traced_dtypes_of_outputs_are_recorded() -> None:
+def test_traced_dtypes_and_sizes_of_outputs_are_recorded() -> None:
     traced = captured(lambda x: (x.to(BF16), x.argmax(), x.double(), x + 1), torch.randn(4))
-    expected = [[BF16], [torch.int64], [torch.float64], [torch.float32]]
-    assert traced.graph.output_node().meta[OUTPUT_META] == expected
+    expected = [[(BF16, [4])], [(torch.int64, [])], [(torch.float64, [4])], [(torch.float32, [4])]]
+    assert traced.graph.output_node().meta[TRACED_META] == expected
 
 
 DO_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -138,7 +138,7 @@ def test_under_an_ambient_autocast_no_casts_are_recorded_and_traced_dtypes_are_i
     assert (region.enabled, region.dtype, region.by_user) == (True, FP16, True)
     assert node(traced, "linear").meta["val"].dtype is FP16
     assert node(traced, "add").meta["val"].dtype is torch.float32
-    assert traced.graph.output_node().meta[OUTPUT_META] == [[FP16]]
+    assert traced.graph.output_node().meta[TRACED_META] == [[(FP16, [2, 8])]]
 
 
 def test_regions_inside_the_program_become_facts_about_nodes() -> None:
