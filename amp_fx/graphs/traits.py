@@ -56,6 +56,8 @@ class Trait(enum.Enum):
     DIVIDES = "turns an eps that was flushed to zero into inf or nan"
     ADDS_EPS = "adds a number, or bounds by one"
     SUMS = "adds up many elements"
+    ADDS_LOW = "adds up many elements in the dtype that it is given, in the kernel of some device"
+    MAY_ADD_LOW = "does so where its argument ``accumulate`` is true"
     POSITIONS = "arithmetic through which integer positions stay integer-like"
 
 
@@ -114,6 +116,11 @@ _NAMES: Mapping[Trait, str] = {
     Trait.DIVIDES: "div.* log.* pow.* reciprocal.* rsqrt.* sqrt.* true_divide.*",
     Trait.ADDS_EPS: "add.* clamp.* clamp_min.* maximum.*",
     Trait.SUMS: "cumsum.* logsumexp.* mean.* sum.*",
+    Trait.ADDS_LOW: """
+        col2im histc index_add.* index_reduce.* scatter.reduce scatter.value_reduce scatter_.reduce
+        scatter_.value_reduce scatter_add.* scatter_reduce.* segment_reduce
+    """,
+    Trait.MAY_ADD_LOW: "_unsafe_index_put index_put.* put.*",
     Trait.POSITIONS: "add.* cumsum.* div.* floor_divide.* mul.* neg.* pow.* rsub.* sub.*",
 }
 

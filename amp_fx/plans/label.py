@@ -60,6 +60,7 @@ class Kind(str, enum.Enum):
     EXP_SUM = "exp-sum", "exp-sum: exponentials that are summed need fp32's range and digits"
     POSITIONS = "positions", "positions: integers beyond 256 are not exact in a 16-bit dtype"
     NO_KERNEL = "no-kernel", "no-kernel: nothing computes it in {low} here"
+    ADDS_LOW = "adds-low", "adds-low: its kernel adds up in {low}, which stops at {limit}"
     BITS = "bits", "bits: its bits are read, and those of {low} would be zeros"
     SHARED_STORAGE = "shared-storage", "a view of a storage that is written to or visible outside"
     WEIGHT_RANGE = "weight-range", "{weight} has values beyond the range of {low}"
@@ -102,7 +103,15 @@ class Kind(str, enum.Enum):
 
 #: what :mod:`amp_fx.passes.forward.constrain` finds
 HAZARDS = frozenset(
-    {Kind.SCALAR_RANGE, Kind.TINY_EPS, Kind.EXP_SUM, Kind.POSITIONS, Kind.NO_KERNEL, Kind.BITS}
+    {
+        Kind.SCALAR_RANGE,
+        Kind.TINY_EPS,
+        Kind.EXP_SUM,
+        Kind.POSITIONS,
+        Kind.NO_KERNEL,
+        Kind.ADDS_LOW,
+        Kind.BITS,
+    }
 )
 #: what rounding a call costs in accuracy
 SENSITIVITY = frozenset(

@@ -150,7 +150,7 @@ COMMON_GROUPS = (
     promote("not listed by autocast: runs in the dtype of its inputs", """
         _log_softmax _safe_softmax _softmax _transformer_encoder_layer_fwd _weight_norm cross diff dot
         embedding_bag embedding_bag.padding_idx gradient.scalarint grid_sampler_2d grid_sampler_3d histc
-        linalg_cross linalg_matrix_exp logcumsumexp matrix_exp segment_reduce trace vdot
+        linalg_cross logcumsumexp segment_reduce trace vdot
     """),
     promote(
         "sampling grid: in low precision, as its inner bmm would have it, it would miss pixels",
@@ -179,6 +179,7 @@ COMMON_GROUPS = (
     """),
     fp32("linear algebra: no half kernel, and needs the digits", LINALG_UNTIL_2_14, until="2.14"),
     fp32("linear algebra: no half kernel, and needs the digits", "linalg_matrix_sqrth", since="2.14"),
+    fp32("its kernel computes nan in 16 bits", "linalg_matrix_exp matrix_exp"),
     fp32("no half kernel", "_upsample_lanczos2d_aa _upsample_lanczos2d_aa.vec", since="2.12"),
     fp32("no half kernel", """
         nanquantile nanquantile.scalar quantile quantile.scalar special_airy_ai special_bessel_j0

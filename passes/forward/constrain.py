@@ -234,14 +234,10 @@ def no_kernel(graph: fx.Graph) -> Hazards:
     oneDNN has none; ``torch.linalg.matrix_norm(x, 2)``, "Low precision dtypes not supported".
     """
     for node, plan in _ours(graph):
-        if plan.low is not None and (_is_lstm_without(plan.low, node) or _factorises(node)):
+        is_lstm = _base(node) in ("lstm", "mkldnn_rnn_layer")
+        on_cpu = is_lstm and any(value.device.type == "cpu" for value in tensors(node.meta.get("val")))
+        if plan.low is not None and ((on_cpu and not onednn_computes(plan.low)) or _factorises(node)):
             yield node, Reason.of(Kind.NO_KERNEL, low=plan.low)
-
-
-def _is_lstm_without(low: torch.dtype, node: fx.Node) -> bool:
-    if _base(node) not in ("lstm", "mkldnn_rnn_layer") or onednn_computes(low):
-        return False
-    return any(value.device.type == "cpu" for value in tensors(node.meta.get("val")))
 
 
 def _factorises(node: fx.Node) -> bool:
@@ -251,6 +247,20 @@ def _factorises(node: fx.Node) -> bool:
         dims = argument_value(node, "dim") or range(node.all_input_nodes[0].meta["val"].ndim)
         return order in (2, -2, "nuc") and len(dims) == 2
     return base in ("linalg_matrix_power", "matrix_power") and power < 0
+
+
+def adds_low(graph: fx.Graph) -> Hazards:
+    """Numbers that a kernel counts or adds up in the dtype that it is given.
+
+    ``(x @ w).histc()`` in bf16 stops at 256, where adding 1 changes nothing.
+    """
+    for node, plan in _ours(graph):
+        picks = argument_value(node, "reduce") in ("amax", "amin", "max", "min")
+        adds = has_trait(node, Trait.ADDS_LOW) and not picks
+        adds |= has_trait(node, Trait.MAY_ADD_LOW) and argument_value(node, "accumulate") is True
+        # of what the program has in a low dtype, the storage stays
+        if adds and plan.low is not None and (plan.traced is torch.float32 or TIED not in node.meta):
+            yield node, Reason.of(Kind.ADDS_LOW, low=plan.low, limit=round(2 / torch.finfo(plan.low).eps))
 
 
 def bits(graph: fx.Graph) -> Hazards:
@@ -273,6 +283,7 @@ HAZARDS: tuple[tuple[Callable[[fx.Graph], Hazards], bool], ...] = (
     (scalar_range, True),
     (no_kernel, True),
     (tiny_eps, False),
+    (adds_low, False),
     (bits, False),
     (exp_sum, False),
     (positions, False),
