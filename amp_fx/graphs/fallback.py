@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -20,11 +21,13 @@ from amp_fx._torch import (
     copy_of,
     enable_autocast,
     raised_by_backend,
+    size_hint,
     speaks_to_dynamo,
     symbolic_kernels,
 )
 from amp_fx.errors import AmpFxError, CaptureError, FallbackWarning, PassError
 from amp_fx.graphs.regions import ENTER, EXIT, Region
+from amp_fx.graphs.values import tensors
 
 
 def is_for_the_caller(error: Exception) -> bool:
@@ -57,7 +60,8 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
     """A copy of a Dynamo graph that enters autocast itself and returns the traced dtypes.
 
     The graph is checked on its fake tensors first; where autocast itself fails on it (a scalar out of range,
-    a dtype mismatch that the fp32 program does not have) it is returned unchanged, which is fp32.
+    a dtype mismatch that the fp32 program does not have), or makes another program of it (bits that are read,
+    half complex numbers), it is returned unchanged, which is fp32.
     """
     wrapped = copy_of(gm)
     graph, first = wrapped.graph, next(node for node in wrapped.graph.nodes if node.op != "placeholder")
@@ -82,11 +86,11 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
             graph.call_function(EXIT, (mode,))
         output.args = (fx.map_arg(output.args[0], traced),)
     wrapped.recompile()
-    return wrapped if _runs(wrapped) else gm
+    return wrapped if _runs_as_traced(wrapped) else gm
 
 
-def _runs(gm: fx.GraphModule) -> bool:
-    """True if the graph runs on its own fake inputs."""
+def _runs_as_traced(gm: fx.GraphModule) -> bool:
+    """True if the graph runs on its own fake inputs, and computes values of the kinds that Dynamo traced."""
     fakes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), contextlib.nullcontext())
     trial = fx.Interpreter(gm, garbage_collect_values=False)
@@ -103,4 +107,15 @@ def _runs(gm: fx.GraphModule) -> bool:
         for node in reversed(ran):
             if node.target is ENTER and node not in left:
                 EXIT(trial.env[node])
-    return True
+    return all(map(_is_alike, ran, (trial.env[node] for node in ran)))
+
+
+def _is_alike(node: fx.Node, got: Any) -> bool:
+    """True where a value has the sizes that Dynamo traced, and its dtypes but for floats."""
+    traced = tensors(node.meta.get("example_value"))
+    return all(
+        (value.dtype is now.dtype or (value.is_floating_point() and now.is_floating_point()))
+        # ragged sizes have no hints
+        and (value.is_nested or [*map(size_hint, value.shape)] == [*map(size_hint, now.shape)])
+        for value, now in zip(traced, tensors(got), strict=False)
+    )

@@ -136,7 +136,7 @@ class Verify(Pass):
             has_run = ran is not None and len(ran) == len(now) and all(map(operator.is_, ran, now))
             if not has_run and any(map(_is_retyped, node.all_input_nodes)):  # case 1
                 got = [value.dtype for value in tensors(run_fake(node))]
-                claimed = [value.dtype for value in tensors(node.meta["val"])]
+                claimed = [value.dtype for value in tensors(node.meta.get("val"))]
                 if got != claimed:
                     raise VerifyError(f"{node.name} gives {got}, its metadata says {claimed} [{where(node)}]")
             if traced is not None and not _is_as_traced(node, plan, traced):  # case 2

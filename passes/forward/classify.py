@@ -166,7 +166,7 @@ def _label(node: fx.Node, context: PassContext) -> Label:
     rules = context.policy.matching(plan.op, plan.module_path)
     context.matched.update(rules)
     row = lookup(node.target, device)
-    makes_complex = inputs and any(value.is_complex() for value in tensors(node.meta["val"]))
+    makes_complex = inputs and any(value.is_complex() for value in tensors(node.meta.get("val")))
     if makes_complex and (row is None or row.op_class is not OpClass.FP32):  # case 6
         return keep(Kind.COMPLEX)
     if rules and not makes_complex:  # case 7

@@ -138,7 +138,7 @@ def test_under_an_ambient_autocast_no_casts_are_recorded_and_traced_dtypes_are_i
     assert (region.enabled, region.dtype, region.by_user) == (True, FP16, True)
     assert node(traced, "linear").meta["val"].dtype is FP16
     assert node(traced, "add").meta["val"].dtype is torch.float32
-    assert traced.graph.output_node().meta[TRACED_META] == [[(FP16, [2, 8])]]
+    assert traced.graph.output_node().meta[TRACED_META] == [[(FP16, [2, 4])]]
 
 
 def test_regions_inside_the_program_become_facts_about_nodes() -> None:
