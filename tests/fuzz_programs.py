@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.settings import Options
+from fuzz_ops import Twice
 from graphs import autocast_in
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -120,7 +121,20 @@ EXPRESSIONS = (
     "torch.native_layer_norm({a}, {a}.shape[-1:], None, None, 1e-5)[1]", "torch.where({a}, {b}, {c})",
     # complex numbers
     "torch.view_as_complex({a}.float().reshape(-1, 2))", "torch.view_as_real({a})", "torch.polar({a}.abs(), {a})",
-    "{a}.real", "{a}.conj()", "torch.fft.rfft({a})", "torch.complex({a}, {b})",
+    "{a}.real", "{a}.conj()", "torch.fft.rfft({a})", "torch.complex({a}, {b})", "1j * {a}", "(1j * {a}).imag",
+    "torch.exp(1j * {a}).real", "{a} + (1 + 2j)", "{a} / 2j", "torch.view_as_complex({a}.reshape(-1, 2))",
+    "torch.tensor(1j) * {a}", "torch.where({a} > 0, 1j * {b}, {b})",
+    # bits, and what asks for a dtype
+    "{a}.view(torch.int32)", "{a}.view(torch.uint8)", "{a}.view(torch.int16)", "{a}.view({b}.dtype)",
+    "({a}.float().view(torch.int32) & -65536).view(torch.float32)", "{a}.view(torch.complex64)",
+    "torch.quantize_per_tensor({a}, 0.1, 0, torch.qint8).dequantize()", "torch.nextafter({a}, {b})",
+    "torch.fake_quantize_per_tensor_affine({a}, 0.1, 0, -128, 127)", "torch.ops.amp_fx_fuzz.bits({a}, torch.int32)",
+    "torch.ops.quantized_decomposed.quantize_per_tensor({a}, 0.1, 0, -128, 127, torch.int8)",
+    "torch.bucketize({a}, torch.tensor([-1.0, 0.0, 1.0]), out_int32=True)", "torch.linalg.matrix_norm({a}, 2)",
+    # counts and sums into few places
+    "torch.histc({a}, 4, -2, 2)", "torch.segment_reduce({a}.view(-1), 'sum', lengths=torch.tensor([{a}.numel()]))",
+    "{a}[:1].index_add(0, torch.zeros({b}.shape[0], dtype=torch.int64), {b})", "torch.matrix_exp({a})",
+    "{a}.scatter_reduce(0, torch.zeros_like({a}, dtype=torch.int64), {a}, 'mean')",
     # random numbers
     "F.dropout({a}, 0.5)",
     # what has a body, and what a library or the user has written
@@ -155,10 +169,22 @@ BLOCKS = (
 )
 
 #: words of lines that decide on a value: an error below may flip them, so no bound holds for what follows
-_DECIDES = (">", "max", "sort", "long", "relu", "clamp")
+_DECIDES = (
+    ">",
+    "max",
+    "sort",
+    "long",
+    "relu",
+    "clamp",
+    "view(torch",
+    "bits",
+    "quantize",
+    "bucketize",
+    "histc",
+)
 
 #: words of lines that name a dtype
-_CONVERTS = ("dtype", ".to(", "float()", "half()", "double()", "type_as", "long()")
+_CONVERTS = ("dtype", ".to(", "float()", "half()", "double()", "type_as", "long()", "view(torch")
 
 _SHAPES = ((4, 4), (4, 4), (4, 4), (4,), (2, 4, 4), (), (0, 4), (1, 4))
 _DTYPES = (FP32, FP32, FP32, FP32, FP32, FP32, FP32, BF16, BF16, FP16, FP16, FP64, INT64, BOOL, COMPLEX)
@@ -242,36 +268,6 @@ class Program:
     def __str__(self) -> str:
         return f"# autocast: {self.ambient}\n# {self.options}\n# {self.inputs}\n{self.source}"
 
-
-class Twice(torch.autograd.Function):
-    """A product whose backward the user has written."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # theirs takes anything
-        ctx.save_for_backward(x, y)
-        return 2 * (x @ y)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]  # theirs takes anything
-        x, y = ctx.saved_tensors
-        return 2 * (g @ y.mT), 2 * (x.mT @ g)
-
-
-@torch.library.custom_op("amp_fx_fuzz::twice", mutates_args=())
-def twice(x: Tensor) -> Tensor:
-    return 2 * x
-
-
-twice.register_fake(lambda x: torch.empty_like(2 * x))
-twice.register_autograd(lambda ctx, g: 2 * g)
-
-
-@torch.library.custom_op("amp_fx_fuzz::bump", mutates_args={"x"})
-def bump(x: Tensor) -> None:
-    x.add_(1)
-
-
-bump.register_fake(lambda x: None)
 
 _SCOPE: Mapping[str, Any] = {
     "torch": torch, "F": F, "checkpoint": checkpoint, "while_loop": while_loop, "Twice": Twice,
