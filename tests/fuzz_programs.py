@@ -326,7 +326,7 @@ def _works(line: str, result: str, scope: dict[str, Any], ambient: torch.dtype |
     with quiet(), autocast_in(ambient):
         try:
             exec(line, scope)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):
             # the line does not fit the values that were drawn for it
             return False
     value = scope.get(result) if result else None
