@@ -35,7 +35,7 @@ from amp_fx.graphs.calls import add_input, convolves, dotted_path
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
 from amp_fx.graphs.keys import LEVEL, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
-from amp_fx.graphs.values import graph_devices, writes_to_shared_inputs
+from amp_fx.graphs.values import graph_devices, raises, writes_to_shared_inputs
 from amp_fx.passes import (
     PARTITIONED,
     Pass,
@@ -277,7 +277,11 @@ def lower(
     )
     own = {**hook("joint", joint, opts.inductor), **hook("post_grad", PARTITIONED, opts.inductor)}
     # calls from Python take up to a seventh of a small model's time, in training less; apart, C++ compiles as fast
-    in_cpp = devices == {"cpu"} and not torch.is_grad_enabled()
+    # A call from C++ makes a RuntimeError of whatever an op raises, with other words. Small models with such an op
+    # would gain up to a tenth by it, less where the op itself takes its time
+    graphs = [each for each in gm.modules() if isinstance(each, fx.GraphModule)]
+    in_python = any(raises(node) for each in graphs for node in each.graph.nodes)
+    in_cpp = devices == {"cpu"} and not torch.is_grad_enabled() and not in_python
     inductor = dict(opts.inductor)
     if in_cpp and "cpp_wrapper" not in inductor:
         calls = dict.fromkeys(("cpp_wrapper", "cpp_wrapper_build_separate"), True)

@@ -31,8 +31,9 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "autocast_disabled",
     "autocast_shield", "defining_module", "disable_proxy_modes_tracing", "enable_autocast",
     "get_proxy_mode", "has_autocast_rule", "ignore_fresh_symbols", "in_disabled_autocast",
-    "is_functorch_wrapped", "is_hooks_switch", "known_sizes", "make_fx", "nesting_change", "onednn_computes",
-    "op_name", "own_op", "quantised_ops", "registered_ops", "saved_tensors_shield", "size_hint", "size_with",
+    "is_functorch_wrapped", "is_hidden_call", "is_hooks_switch", "known_sizes", "make_fx", "nesting_change",
+    "onednn_computes", "op_name", "own_op", "quantised_ops", "registered_ops", "saved_tensors_shield",
+    "size_hint", "size_with",
     "symbolic_kernels", "track_tensor_tree",
 ]  # fmt: skip
 
@@ -60,6 +61,14 @@ def is_functorch_wrapped(value: object) -> bool:
 def is_hooks_switch(target: object) -> bool:
     """True for the calls by which ``torch.func.grad`` forbids saved-tensor hooks inside it, and allows them again."""
     return getattr(target, "__name__", "") in ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
+
+
+def is_hidden_call(target: object) -> bool:
+    """True for what ``x.data`` is in a Dynamo graph, and for the end of ``x.data = y``: no dispatcher sees them.
+
+    They differ from ``detach`` and nothing in the versions of a tensor, which AOTAutograd compares.
+    """
+    return getattr(target, "__name__", "") in ("_get_data_attr", "_lower_version_count_by_1")
 
 
 def ignore_fresh_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:

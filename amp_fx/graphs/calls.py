@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import OpOverload
+from amp_fx._torch import OpOverload, is_hidden_call
 from amp_fx.state import cache_results
 
 
@@ -133,6 +133,11 @@ LAYOUTS = frozenset({"from_local", "full_tensor", "redistribute", "to_local"})
 def is_layout(node: fx.Node) -> bool:
     """True for a call that hands on the shards of a DTensor, in the dtype that they have."""
     return not isinstance(node.target, OpOverload) and target_name(node) in LAYOUTS
+
+
+def is_data(node: fx.Node) -> bool:
+    """True for ``x.data``: a view that no dispatcher sees."""
+    return is_hidden_call(node.target) and "val" in node.meta
 
 
 def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:

@@ -29,6 +29,7 @@ from amp_fx._torch import (
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
+    copy_of,
     enable_autocast,
     ignore_fresh_symbols,
     make_fx,
@@ -38,7 +39,7 @@ from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import grad_modes, output_nodes, pad_by_numbers
 from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter, fake_mode_of, stand_in
 from amp_fx.graphs.keys import TRACED_META
-from amp_fx.graphs.regions import Regions, node_regions
+from amp_fx.graphs.regions import Regions, enclose, node_regions, of_user
 from amp_fx.graphs.values import dtypes_and_sizes, tensors
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import lookup
@@ -119,16 +120,26 @@ def _trace(
 
 
 def _capture_bodies(gm: fx.GraphModule, regions: Mapping[fx.Node, Regions]) -> dict[str, fx.GraphModule]:
-    """Captures the bodies of higher-order ops, each under the autocast state and the grad mode of its call."""
+    """Captures the bodies of higher-order ops, each under the autocast state and the grad mode of its call.
+
+    A body that stays switches the user's autocast on itself: the backward of a function is traced later.
+    """
     bodies: dict[str, fx.GraphModule] = {}
     modes = grad_modes(gm.graph)
     for node in gm.graph.nodes:
         is_kept = isinstance(node.target, HigherOrderOperator)
-        if not is_kept or node.target.name() in (*OPAQUE_BODIES, INLINED):
+        if not is_kept or node.target.name() == INLINED:
             continue
         for name in (str(given.target) for given in node.all_input_nodes if given.op == "get_attr"):
             body = getattr(gm, name, None)
-            if isinstance(body, fx.GraphModule) and name not in bodies:
+            if not isinstance(body, fx.GraphModule) or name in bodies:
+                continue
+            if node.target.name() in OPAQUE_BODIES:
+                if state := of_user(regions[node]):
+                    bodies[name] = copy_of(body)
+                    enclose(bodies[name].graph, state)
+                    bodies[name].recompile()
+            else:
                 # without gradients a body may write to a parameter
                 with torch.set_grad_enabled(torch.is_grad_enabled() and modes[node]):
                     bodies[name] = capture(body, regions[node])

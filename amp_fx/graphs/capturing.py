@@ -1,7 +1,10 @@
 """What capture does with each node of a Dynamo graph: run it under make_fx, or keep it as it stands.
 
 DTensors of tensor parallelism are captured as plain fake tensors of their global shapes, which compute and cast alike.
-Calls that change a layout (``from_local``, ``redistribute``, ``to_local``) stay as Dynamo wrote them.
+Calls that change a layout (``from_local``, ``redistribute``, ``to_local``) stay as Dynamo wrote them. So do all calls
+of other tensor subclasses that wrap tensors, as a quantised weight does: an attribute of one has no node.
+
+What stays in a region of the user's autocast takes that along: AOTAutograd traces the graph with autocast off.
 """
 
 from __future__ import annotations
@@ -27,17 +30,29 @@ from amp_fx._torch import (
     get_proxy_mode,
     has_autocast_rule,
     is_functorch_wrapped,
+    is_hidden_call,
     is_hooks_switch,
+    is_wrapper,
     nesting_change,
     track_tensor_tree,
+    wrapped_tensors,
 )
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import LAYOUTS, is_gradient_call, is_leaf_call, origin, target_name, where
-from amp_fx.graphs.keys import REGION_META
-from amp_fx.graphs.regions import EXIT, Regions, is_autocast_call, node_regions
+from amp_fx.graphs.keys import REGION_META, STEP_META
+from amp_fx.graphs.regions import (
+    EXIT,
+    Regions,
+    enter_autocast,
+    is_autocast_call,
+    leave_autocast,
+    node_regions,
+    of_user,
+)
 from amp_fx.graphs.values import tensors
 
-#: Higher-order ops whose bodies are left as they are, and why. A body that stays is traced at eager dtypes.
+#: Higher-order ops whose bodies are left as they are, and why. A body that stays is traced at eager dtypes, under the
+#: user's autocast where the call is.
 OPAQUE_BODIES = {
     "flex_attention": "score_mod bodies are scalar programs that Inductor inlines into the attention kernel",
     "flex_attention_backward": "as flex_attention",
@@ -73,6 +88,8 @@ class CapturingInterpreter(fx.Interpreter):
         self._capture_bodies = capture_bodies
         self._bodies = capture_bodies(gm, regions)
         self._open: dict[fx.Node, contextlib.ExitStack] = {}
+        #: the autocast that is on in the new graph, and the nodes that have entered it
+        self._entered: tuple[Regions, list[fx.Node]] = {}, []
         self._level = 0
 
     @property
@@ -104,13 +121,17 @@ class CapturingInterpreter(fx.Interpreter):
         if is_autocast_call(n):
             return self._switch_autocast(n)
         step = nesting_change(n.target)
-        if self._level or step or is_hooks_switch(n.target):
+        is_raw = bool(self._level or step or is_hooks_switch(n.target))
+        self._keep_autocast(self._regions[n] if is_raw or takes_wrapped(n) else {})
+        if is_raw:
             self._level += step
             return self._copy_raw(n)
         if isinstance(n.target, HigherOrderOperator):
             return self._inline(n) if n.target.name() == INLINED else self._keep_higher_order(n)
-        if is_gradient_call(n) or is_leaf_call(n) or changes_layout(n):
+        if is_gradient_call(n) or is_leaf_call(n) or changes_layout(n) or takes_wrapped(n):
             return self._leave_raw(self._copy_raw(n))
+        if is_hidden_call(n.target):
+            return self._keep_hidden(n)
         _check_rule(n, self._regions[n])
         with self._set_current_node(n):
             args, kwargs = self._arguments(n)
@@ -140,6 +161,30 @@ class CapturingInterpreter(fx.Interpreter):
         stack.enter_context(enable_autocast(device_type, region.enabled, region.dtype))
         return None
 
+    def _keep_autocast(self, wanted: Regions) -> None:
+        """Has the new graph enter the user's autocast for what stays as it is, and leave it for all else."""
+        state, entered = self._entered
+        if of_user(wanted) == state:
+            return
+        left = leave_autocast(self._tracer.graph, entered)
+        entered = enter_autocast(self._tracer.graph, of_user(wanted))
+        self._entered = of_user(wanted), entered
+        for switch in (*left, *entered):
+            # no call of the program's
+            switch.meta[STEP_META] = True
+
+    def _keep_hidden(self, n: fx.Node) -> Any:
+        """Case: ``y = x.data`` is a view of ``x`` that make_fx does not see, and that autograd is not to see."""
+        args, kwargs = self._arguments(n)
+        with disable_proxy_modes_tracing():
+            result = n.target(*args, **kwargs)  # type: ignore[operator]  # a function
+        proxy = self._tracer.create_proxy(
+            n.op, n.target, *tree_map(self._to_proxy, (args, kwargs)), name=n.name
+        )
+        proxy.node.meta.update(origin(n))
+        is_given = any(result is value for value in args)
+        return result if is_given else track_tensor_tree(result, proxy, constant=None, tracer=self._tracer)
+
     def _inline(self, n: fx.Node) -> Any:
         """Case: ``y = invoke_subgraph(body, name, x)`` becomes what the body does."""
         body, _, *operands = self._arguments(n)[0]
@@ -148,14 +193,6 @@ class CapturingInterpreter(fx.Interpreter):
 
     def _keep_higher_order(self, n: fx.Node) -> Any:
         """Case: ``y = hop(body, x)`` stays ``y = hop(body', x)`` with the body captured."""
-        name = n.target.name()  # type: ignore[union-attr]  # a higher-order op
-        captured = [str(a.target) for a in n.all_input_nodes if str(a.target) in self._bodies]
-        by_user = any(region.by_user and region.enabled for region in self._regions[n].values())
-        if by_user and not captured:
-            raise CaptureError(
-                f"higher-order op {name} inside torch.autocast cannot be rewritten"
-                f" ({OPAQUE_BODIES.get(name, 'it has no body')})"
-            )
         if "example_value" not in n.meta:
             raise CaptureError(f"{n.name} ({where(n)}) has no fake value")
         args, kwargs = tree_map(self._to_proxy, self._arguments(n))
@@ -220,6 +257,14 @@ class CapturingInterpreter(fx.Interpreter):
         return alias
 
 
+def takes_wrapped(node: fx.Node) -> bool:
+    """True for a call that takes or returns a tensor that wraps others, and is no DTensor."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    found = tensors([each.meta.get("example_value") for each in (node, *node.all_input_nodes)])
+    return any(is_wrapper(value) and not is_distributed(value) for value in found)
+
+
 def _check_rule(n: fx.Node, regions: Regions) -> None:
     """Refuses a custom op with an autocast rule of its own in a user's region: its fake tensors do not show it."""
     if not isinstance(n.target, OpOverload) or n.target.namespace in ("aten", "prims"):
@@ -236,15 +281,15 @@ def is_distributed(value: object) -> bool:
 
 
 def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
-    """The mode that a fake tensor belongs to, or the one that a DTensor holds."""
-    if is_distributed(value):
-        value = value.to_local()  # type: ignore[attr-defined]  # a DTensor
+    """The mode that a fake tensor belongs to, or the one of what a tensor wraps."""
+    while is_wrapper(value):
+        value = wrapped_tensors(value)[0]
     return value.fake_mode if isinstance(value, FakeTensor) else None
 
 
 def stand_in(value: Any) -> Any:
-    """A plain fake tensor for a DTensor, to be made under its fake mode; other values as they are."""
-    if not is_distributed(value):
+    """A plain fake tensor for one that wraps others, to be made under its fake mode; other values as they are."""
+    if not is_wrapper(value):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 

@@ -26,7 +26,7 @@ from amp_fx._torch import (
     symbolic_kernels,
 )
 from amp_fx.errors import AmpFxError, CaptureError, FallbackWarning, PassError
-from amp_fx.graphs.regions import ENTER, EXIT, Region
+from amp_fx.graphs.regions import ENTER, EXIT, Region, enclose
 from amp_fx.graphs.values import tensors
 
 
@@ -64,13 +64,8 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
     half complex numbers), it is returned unchanged, which is fp32.
     """
     wrapped = copy_of(gm)
-    graph, first = wrapped.graph, next(node for node in wrapped.graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        entered = [
-            graph.call_function(ENTER, (device_type, region.dtype, region.enabled, None))
-            for device_type, region in ambient.items()
-        ]
-    output = graph.output_node()
+    graph, output = wrapped.graph, wrapped.graph.output_node()
+    enclose(graph, ambient)
     by_user = all(region.by_user for region in ambient.values())
 
     def traced(node: fx.Node) -> fx.Node:
@@ -82,8 +77,6 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
         return graph.call_method("to", (node, value.dtype))
 
     with graph.inserting_before(output):
-        for mode in reversed(entered):
-            graph.call_function(EXIT, (mode,))
         output.args = (fx.map_arg(output.args[0], traced),)
     wrapped.recompile()
     return wrapped if _runs_as_traced(wrapped) else gm

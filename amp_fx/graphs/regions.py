@@ -55,6 +55,30 @@ def is_autocast_call(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (ENTER, EXIT)
 
 
+def of_user(regions: Regions) -> Regions:
+    """Of a state what the user's own autocast has switched on."""
+    return {device: region for device, region in regions.items() if region.by_user and region.enabled}
+
+
+def enter_autocast(graph: fx.Graph, regions: Regions) -> list[fx.Node]:
+    """Adds calls that switch autocast to a state; each is what the call that switches it back is given."""
+    states = [(device, region.dtype, region.enabled, None) for device, region in regions.items()]
+    return [graph.call_function(ENTER, state) for state in states]
+
+
+def leave_autocast(graph: fx.Graph, entered: Iterable[fx.Node]) -> list[fx.Node]:
+    """Adds the calls that switch it back."""
+    return [graph.call_function(EXIT, (mode,)) for mode in reversed(list(entered))]
+
+
+def enclose(graph: fx.Graph, regions: Regions) -> None:
+    """Switches autocast to a state for all that a graph computes."""
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        entered = enter_autocast(graph, regions)
+    with graph.inserting_before(graph.output_node()):
+        leave_autocast(graph, entered)
+
+
 def node_regions(nodes: Iterable[fx.Node], ambient: Regions) -> dict[fx.Node, Regions]:
     """The region every node stands in, per device type.
 

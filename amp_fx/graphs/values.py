@@ -12,8 +12,8 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from amp_fx._torch import FakeTensor, OpOverload, size_hint
-from amp_fx.graphs.calls import argument_value, is_gradient_call, is_layout, tensor_arguments
+from amp_fx._torch import FakeTensor, OpOverload, is_hidden_call, size_hint
+from amp_fx.graphs.calls import argument_value, is_gradient_call, is_layout, target_name, tensor_arguments
 from amp_fx.graphs.traits import op_row
 from amp_fx.policy.table import DEVICES
 
@@ -101,6 +101,27 @@ def _is_number(value: torch.Tensor) -> bool:
     return value.ndim == 0 and value.device.type == "cpu"
 
 
+#: of kernels that torch brings along
+_LIBRARIES = ("mkldnn", "onednn", "quantized")
+#: of ATen's calls what raises by the numbers that it is given, beside all of linear algebra
+_RAISING = (
+    "_assert_async", "bernoulli", "bincount", "cholesky", "cholesky_inverse", "ctc_loss", "geqrf", "inverse", "logdet",
+    "lu_solve", "lu_unpack", "multinomial", "normal", "pinverse", "qr", "slogdet", "svd", "triangular_solve",
+)  # fmt: skip
+#: of linear algebra what multiplies and adds
+_SUMMING = ("cross", "diagonal", "matmul", "multi_dot", "norm", "vecdot", "vector_norm")
+
+
+def raises(node: fx.Node) -> bool:
+    """True for a call that may raise an error of its own kind: another library's op, or one that looks at numbers."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    packet = getattr(node.target, "overloadpacket", node.target)
+    namespace, _, name = getattr(packet, "_qualified_op_name", f"aten::{target_name(node)}").partition("::")
+    is_algebra = name.startswith("linalg_") and name.removeprefix("linalg_") not in _SUMMING
+    return namespace not in (*KNOWN_NAMESPACES, *_LIBRARIES) or is_algebra or name in _RAISING
+
+
 # ---- storages
 
 
@@ -180,7 +201,8 @@ def written_storages(node: fx.Node) -> set[int]:
         sources = [] if only_reads else [source for _, source in written_arguments(node)]
     else:
         computes_numbers = getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
-        only_reads = computes_numbers or is_gradient_call(node) or is_layout(node) or _bodies_only_read(node)
+        is_known = is_gradient_call(node) or is_layout(node) or is_hidden_call(node.target)
+        only_reads = computes_numbers or is_known or _bodies_only_read(node)
         sources = [] if only_reads else node.all_input_nodes
     return {key for source in sources if (key := storage_of(source)) is not None}
 

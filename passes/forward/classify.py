@@ -13,6 +13,7 @@ from amp_fx._torch import OpOverload, op_name
 from amp_fx.graphs.calls import (
     argument_value,
     is_cast,
+    is_data,
     is_layout,
     module_path,
     source_line,
@@ -137,8 +138,9 @@ def _label(node: fx.Node, context: PassContext) -> Label:
         plan.op_class = OpClass.FOLLOW if outputs else OpClass.KEEP
         plan.takes, plan.reasons = Takes.ANY, (Reason(Kind.ELEMENT),)
         return plan
-    if is_layout(node) and inputs:
-        plan.op_class, plan.takes, plan.reasons = OpClass.FOLLOW, Takes.DTYPE, (Reason(Kind.LAYOUT),)
+    if (is_layout(node) or is_data(node)) and inputs:
+        kind = Kind.LAYOUT if is_layout(node) else Kind.SHARED_STORAGE
+        plan.op_class, plan.takes, plan.reasons = OpClass.FOLLOW, Takes.DTYPE, (Reason(kind),)
         return plan
     if not isinstance(node.target, OpOverload):  # case 1
         return keep(Kind.NOT_ATEN)

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.calls import argument_value, arguments, grad_modes, is_layout, tensor_arguments
+from amp_fx.graphs.calls import argument_value, arguments, grad_modes, is_data, is_layout, tensor_arguments
 from amp_fx.graphs.fake_runs import add_call, fake_values, run_fake
 from amp_fx.graphs.keys import CAST_META, RAN_META, REGION_META, STEP_META
 from amp_fx.graphs.traits import Trait, has_trait
@@ -188,12 +188,17 @@ class _Casts:
         """
         if _element_of_call(node):
             return True
-        if not isinstance(node.target, OpOverload) and not is_layout(node):
+        if not isinstance(node.target, OpOverload) and not is_layout(node) and not is_data(node):
             return False
+        given = [source for source in node.all_input_nodes if is_eligible(source.meta.get("val"))]
+        # a view of what was cast to its traced dtype is a view of the cast
         return (plan.traced is not None and plan.dtype is not plan.traced) or any(
             source.meta["val"].dtype is not self.traced.get(source)
-            for source in node.all_input_nodes
-            if is_eligible(source.meta.get("val"))
+            or (
+                self._storage.get(source) == self._storage.get(node)
+                and storage_of(source) != storage_of(node)
+            )
+            for source in given
         )
 
     def _keep_copy(self, node: fx.Node) -> None:

@@ -218,34 +218,32 @@ def test_errors_about_options_and_words_to_dynamo_are_raised() -> None:
         compiled(net())(torch.randn(8, 64))
 
 
-class Scale(torch.autograd.Function):
-    """A function with a backward of its own: Dynamo keeps it as one higher-order op."""
+@torch.library.custom_op("amp_fx_fallbacks::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """An op that says itself what autocast does with it."""
+    return 2 * x
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return 2 * x
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return 2 * gradient
+twice.register_fake(torch.empty_like)
+twice.register_autocast("cpu", torch.bfloat16)
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_a_function_with_its_own_backward_inside_autocast_is_named_with_its_line() -> None:
+def test_an_op_with_an_autocast_rule_inside_autocast_is_named_with_its_line() -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return Scale.apply(x @ w) + 1  # the line to name
+            return twice(x @ w) + 1  # the line to name
 
-    x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    x, w = (torch.randn(8, 8) for _ in range(2))
     with pytest.warns(FallbackWarning) as caught, record() as recording:
         got = torch.compile(program, backend="amp_fx")(x, w)
     assert got.dtype is torch.bfloat16
     torch.testing.assert_close(got, program(x, w))
     [text] = [str(each.message) for each in caught if each.category is FallbackWarning]
-    named = ("autograd_function_apply", "test_fallbacks.py", "the line to name", "options={'strict': True}")
+    named = ("twice", "test_fallbacks.py", "the line to name", "options={'strict': True}")
     assert all(each in text for each in named)
     [plan] = recording.plans
-    assert "autograd_function_apply" in plan.fallback
+    assert "twice" in plan.fallback
     assert plan.nodes == []
 
 

@@ -20,7 +20,7 @@ from amp_fx._torch import enable_autocast
 from amp_fx.graphs.calls import module_path, source_line
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.keys import REGION_META, TRACED_META
-from amp_fx.graphs.regions import ambient_regions
+from amp_fx.graphs.regions import ENTER, EXIT, ambient_regions
 from checks import DOWN, UP, agree, check
 from graphs import Block, captured, dynamo_graph, plans, rewrite
 from small_models import Parts
@@ -204,14 +204,16 @@ def test_a_checkpoint_body_stands_in_the_region_around_its_call() -> None:
     assert (region.enabled, region.dtype, region.by_user) == (True, FP16, True)
 
 
-def test_a_body_that_cannot_be_captured_inside_autocast_is_an_error() -> None:
+def test_a_body_that_stays_as_it_is_switches_the_users_autocast_on_itself() -> None:
     def program(q: Tensor) -> Tensor:
         with torch.autocast("cpu", BF16):
             return flex_attention(q, q, q)
 
-    gm = dynamo_graph(program, torch.randn(1, 2, 16, 16))
-    with pytest.raises(CaptureError, match="flex_attention"):
-        capture(gm, ambient_regions({"cpu": BF16}))
+    traced = captured(program, torch.randn(1, 2, 16, 16))
+    bodies = [m for m in traced.modules() if isinstance(m, fx.GraphModule) and m is not traced]
+    switched = [[n.target for n in body.graph.nodes if n.target in (ENTER, EXIT)] for body in bodies]
+    assert switched == [[ENTER, EXIT]] * len(bodies) != []
+    assert not any(n.target in (ENTER, EXIT) for n in traced.graph.nodes)
 
 
 # ---- words for people ----
