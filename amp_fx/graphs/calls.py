@@ -96,6 +96,12 @@ def origin(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
 
+def values_read(node: fx.Node) -> list[fx.Node]:
+    """What a call reads but for sizes and other numbers, which are nodes where they are not known."""
+    numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), numbers)]
+
+
 def tensor_nodes(value: Any) -> list[fx.Node]:
     """The nodes inside one argument (a node, or a list of nodes as ``cat`` takes)."""
     found: list[fx.Node] = []
@@ -174,7 +180,7 @@ def is_alias(node: fx.Node) -> bool:
 
 def is_returned(node: fx.Node) -> bool:
     """True if the graph may return the value itself, or a view of it: there are only views, and ops with one input."""
-    found = readers(node, lambda user: len(user.all_input_nodes) == 1 or is_alias(user))
+    found = readers(node, lambda user: len(values_read(user)) == 1 or is_alias(user))
     return any(reader.op == "output" for reader in found)
 
 

@@ -13,7 +13,14 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import FakeTensor, OpOverload, is_hidden_call, size_hint
-from amp_fx.graphs.calls import argument_value, is_gradient_call, is_layout, target_name, tensor_arguments
+from amp_fx.graphs.calls import (
+    argument_value,
+    is_gradient_call,
+    is_layout,
+    target_name,
+    tensor_arguments,
+    values_read,
+)
 from amp_fx.graphs.traits import op_row
 from amp_fx.policy.table import DEVICES
 
@@ -222,7 +229,7 @@ def _bodies_only_read(node: fx.Node) -> bool:
 def additions_of(value: fx.Node) -> list[fx.Node]:
     """The calls that add a value to another one."""
     adds = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
-    return [user for user in value.users if user.target in adds and len(user.all_input_nodes) == 2]
+    return [user for user in value.users if user.target in adds and len(values_read(user)) == 2]
 
 
 def is_convolved(value: fx.Node) -> bool:

@@ -27,7 +27,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_map_only
 
 from amp_fx._torch import OpOverload, size_hint
-from amp_fx.graphs.calls import arguments, is_layout, is_parameter
+from amp_fx.graphs.calls import arguments, is_layout, is_parameter, values_read
 from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, is_view, numel
@@ -64,7 +64,7 @@ class CostModel:
             base = node.all_input_nodes[0] if node in self._views else None
             in_memory = self.is_external(node) or self.is_input(node)
             self._stored[node] = in_memory if base is None else self._stored[base]
-            levels = [self._level[source] + self.is_external(source) for source in node.all_input_nodes]
+            levels = [self._level[source] + self.is_external(source) for source in values_read(node)]
             # inputs, and views of them, lie before the first kernel
             floor = -1 if self.is_input(node) or self.is_view(node) else 0
             self._level[node] = max([floor, *levels])

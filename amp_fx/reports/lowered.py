@@ -24,7 +24,7 @@ from amp_fx._torch import (
     lower_with_inductor,
     op_name,
 )
-from amp_fx.graphs.calls import module_path, source_line, target_name
+from amp_fx.graphs.calls import module_path, source_line, target_name, values_read
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import ambient_regions
@@ -170,7 +170,7 @@ def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Lev
 
 def _is_move(node: fx.Node) -> bool:
     """True for calls whose result has the values of their only tensor in another order or shape."""
-    return has_trait(node, *_MOVES) and len(node.all_input_nodes) == 1
+    return has_trait(node, *_MOVES) and len(values_read(node)) == 1
 
 
 def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:

@@ -73,7 +73,8 @@ def pack(
     """
     work = _Packer(gm, {*weights, *copies}, wide=wide)
     for node in list(gm.graph.nodes):
-        work.fold_norm(node)
+        if node not in work.derived:
+            work.fold_norm(node)
     join_linears(gm.graph, work.derived, work.packs)
     for node in list(gm.graph.nodes):
         if node in work.derived:

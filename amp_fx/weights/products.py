@@ -53,7 +53,8 @@ def join_linears(graph: fx.Graph, derived: set[fx.Node], packs: Packs) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         # what oneDNN does at the end of its call, or may, would be lost
         apart = (has_trait(u, Trait.RESHAPES, Trait.MOVES) or u.target is aten.mul.Tensor for u in node.users)
-        if node.users and all(apart) and _is_packed(node, derived, packs):
+        # what weights alone give is computed once
+        if node not in derived and node.users and all(apart) and _is_packed(node, derived, packs):
             key = _key(node)
             if storage_of(key[0]) not in written:
                 groups.setdefault(key, []).append(node)
@@ -226,8 +227,8 @@ def _may_be_strided(node: fx.Node) -> bool:
         if is_alias(user) and not has_trait(user, Trait.RESHAPES, Trait.MOVES):
             return False
         if user.target in _VIEWS:
-            [value] = user.all_input_nodes
-            if value is not node or not _splits_last(user.meta["val"].shape, node.meta["val"].shape[-1]):
+            shape, last = user.meta["val"].shape, node.meta["val"].shape[-1]
+            if args_of(user)[0] is not node or not _splits_last(shape, last):
                 return False
     return True
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import is_cast
+from amp_fx.graphs.calls import is_cast, values_read
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.traits import Trait, has_trait, op_row
@@ -344,7 +344,7 @@ def _is_residual(node: fx.Node) -> bool:
             if _is_residual(user):
                 return True
         elif user.target in (aten.add.Tensor, aten.add_.Tensor):
-            shapes = [n.meta["val"].shape for n in user.all_input_nodes]
+            shapes = [n.meta["val"].shape for n in values_read(user)]
             if len(shapes) == 2 and shapes[0] == shapes[1]:
                 return True
     return False

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
-from amp_fx.graphs.calls import is_cast
+from amp_fx.graphs.calls import is_cast, values_read
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
 from amp_fx.graphs.values import additions_of, is_convolved, is_view, storage_of, writers_in, written_storages
@@ -113,7 +113,7 @@ class Part:
 def _passed_on(node: fx.Node) -> fx.Node | None:
     """What an activation, a cast, a view or an addition of bytes reads, if one op reads its result; else None."""
     widened = quantised_ops().dequantize_per_tensor.default
-    given = [each for each in node.all_input_nodes if each.target is not widened]
+    given = [each for each in values_read(node) if each.target is not widened]
     if len(node.users) != 1 or len(given) != 1 or node.meta.get(LEVEL) is not None:
         return None
     row = label_of(node)
