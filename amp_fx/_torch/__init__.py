@@ -15,6 +15,7 @@ Open ``inductor.py`` first.
 
 from amp_fx._torch.dynamo import *
 from amp_fx._torch.faults import *
+from amp_fx._torch.grouped import *
 from amp_fx._torch.inductor import *
 from amp_fx._torch.lowering import *
 from amp_fx._torch.packing import *

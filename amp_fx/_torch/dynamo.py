@@ -35,8 +35,10 @@ from torch._dynamo.utils import counters as _counters
 from torch._guards import CompileContext
 from torch._logging import trace_structured
 
+from amp_fx._torch.grouped import forget_grouped_shapes, shape_groups
+
 __all__ = [
-    "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "HOOKS", "UNTRACED", "after_closure",
+    "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "GROUPS", "HOOKS", "UNTRACED", "after_closure",
     "breaks_since_reset", "compile_id", "copy_of", "given_up", "graph_break", "in_compiled_autograd",
     "in_inference_mode", "install_all", "is_left_out_in_place", "is_looked_up", "log_artifact",
     "note_inference_mode", "note_mode", "raised_by_backend", "speaks_to_dynamo", "take_over", "unwrapped_errors",
@@ -107,13 +109,17 @@ EXIT = Hook(atexit.register)
 #: Dynamo does not trace what programs call of amp_fx in their steps
 UNTRACED = Hook(_leave_untraced)
 
-HOOKS = (COMPILE_STARTS, BEFORE_STEP, AFTER_STEP, EXIT, UNTRACED)
+#: products of experts have shapes in every dtype that their kernels take
+GROUPS = Hook(shape_groups)
+
+HOOKS = (COMPILE_STARTS, BEFORE_STEP, AFTER_STEP, EXIT, UNTRACED, GROUPS)
 
 
 def install_all() -> None:
     """Puts everything of amp_fx into torch; may be called again."""
     for hook in HOOKS:
         hook.install()
+    COMPILE_STARTS.listen(forget_grouped_shapes)
 
 
 def after_closure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -150,6 +151,11 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
 def _known_flops(node: fx.Node, args: tuple[Any, ...]) -> int | None:
     """Operations of the commonest calls, from their shapes; None for others. Asking torch takes ten times as long."""
     name, value = getattr(node.target, "_opname", ""), node.meta.get("val")
+    if "grouped_mm" in name:
+        # each row or column meets one matrix of many; the gradient of transformers' op is two products
+        left, right = args[:2]
+        sizes = (*left.shape[-2:], right.shape[-1], left.shape[0] if left.ndim == right.ndim == 3 else 1)
+        return math.prod(map(size_hint, sizes)) * (4 if "backward" in name else 2)
     if not isinstance(value, torch.Tensor) or len(args) < 2:
         return None
     products = ("linear", "matmul", "mm", "bmm", "_scaled_mm", "_int_mm")

@@ -20,7 +20,7 @@ class Trait(enum.Enum):
     """A fact about an op that does not depend on the call."""
 
     # matmuls
-    MATMUL = "multiplies matrices, convolves or attends; in torch's own list of FLOP formulas, or composite"
+    MATMUL = "multiplies matrices, convolves or attends; torch has a formula of its FLOPs, or fake_runs.py"
     # not a MATMUL: no formula counts its operations, and reports go by operations
     UNCOUNTED_MATMUL = "a product of matrices or vectors whose operations nobody counts"
     RECURRENT = "a recurrent layer: matmuls inside, whose operations nobody counts"
@@ -69,7 +69,8 @@ _NAMES: Mapping[Trait, str] = {
         scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu
         _scaled_dot_product_flash_attention_for_cpu_backward conv1d.* conv2d.* conv3d.*
         conv_transpose1d.* conv_transpose2d.* conv_transpose3d.* convolution.* _convolution.*
-        _convolution_mode.*
+        _convolution_mode.* _grouped_mm transformers::grouped_mm_fallback
+        transformers::grouped_mm_fallback_backward
     """,
     Trait.UNCOUNTED_MATMUL: "addbmm addmv dot mv",
     Trait.RECURRENT: "gru.* lstm.* rnn_relu.* rnn_tanh.*",

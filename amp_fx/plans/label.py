@@ -59,7 +59,7 @@ class Kind(str, enum.Enum):
     TINY_EPS = "tiny-eps", "tiny-eps: {eps:g} is below {low}'s smallest normal number"
     EXP_SUM = "exp-sum", "exp-sum: exponentials that are summed need fp32's range and digits"
     POSITIONS = "positions", "positions: integers beyond 256 are not exact in a 16-bit dtype"
-    NO_KERNEL = "no-kernel", "no-kernel: nothing computes it in {low} here"
+    NO_KERNEL = "no-kernel", "no-kernel in {low}: {why}"
     ADDS_LOW = "adds-low", "adds-low: its kernel adds up in {low}, which stops at {limit}"
     BITS = "bits", "bits: its bits are read, and those of {low} would be zeros"
     SHARED_STORAGE = "shared-storage", "a view of a storage that is written to or visible outside"

@@ -156,6 +156,11 @@ COMMON_GROUPS = (
         "sampling grid: in low precision, as its inner bmm would have it, it would miss pixels",
         "affine_grid_generator",
     ),
+    # autocast leaves them in the dtype of their inputs; their weights are most of a mixture's
+    low(
+        "products of experts with low-precision instructions, on no list of autocast",
+        "_grouped_mm transformers::grouped_mm_fallback",
+    ),
     *composite(
         low(
             "composite: its inner matmul or mm is listed as low",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, OpOverload, onednn_computes
+from amp_fx._torch import FakeTensor, OpOverload, kernel_rows, onednn_computes
 from amp_fx.graphs.calls import argument_value, arguments, differentiated, is_cast, readers
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.traits import Trait, has_trait
@@ -228,16 +228,29 @@ def positions(graph: fx.Graph) -> Hazards:
 
 
 def no_kernel(graph: fx.Graph) -> Hazards:
-    """A call that has no kernel in a 16-bit dtype, though others of the same op have one.
+    """A call in a 16-bit dtype that its kernel refuses.
 
-    ``nn.LSTM`` under ``torch.autocast("cpu")`` raises "could not create a primitive descriptor" on a CPU for which
-    oneDNN has none; ``torch.linalg.matrix_norm(x, 2)``, "Low precision dtypes not supported".
+    ``nn.LSTM`` under ``torch.autocast("cpu")`` raises "could not create a primitive descriptor" on CPUs for which
+    oneDNN has none; ``torch.linalg.matrix_norm(x, 2)``, "Low precision dtypes not supported". ``F.grouped_mm`` with 12
+    columns runs in fp32, and raises "strides should be multiple of 16 bytes" in bf16; its gradient reads rows as long
+    as the result's.
     """
     for node, plan in _ours(graph):
-        is_lstm = _base(node) in ("lstm", "mkldnn_rnn_layer")
-        on_cpu = is_lstm and any(value.device.type == "cpu" for value in tensors(node.meta.get("val")))
-        if plan.low is not None and ((on_cpu and not onednn_computes(plan.low)) or _factorises(node)):
-            yield node, Reason.of(Kind.NO_KERNEL, low=plan.low)
+        if plan.low is not None and (why := _refusal(node, plan)):
+            yield node, Reason.of(Kind.NO_KERNEL, low=plan.low, why=why)
+
+
+def _refusal(node: fx.Node, plan: Label) -> str:
+    """Why the kernel of a call refuses the low dtype; empty where the kernel takes it."""
+    name, results = _base(node), tensors(node.meta.get("val"))
+    if name in ("lstm", "mkldnn_rnn_layer"):
+        on_cpu = any(value.device.type == "cpu" for value in results)
+        return "oneDNN has no LSTM for this CPU" if on_cpu and not onednn_computes(plan.low) else ""
+    if name == "_grouped_mm" and plan.op_class is OpClass.LOW:
+        factors = [value for n in node.all_input_nodes if is_eligible(value := n.meta["val"])]
+        fits = kernel_rows(*factors, *results, itemsize=plan.low.itemsize)
+        return "" if fits else "its rows are not whole 16 bytes"
+    return "it factorises a matrix" if _factorises(node) else ""
 
 
 def _factorises(node: fx.Node) -> bool:
