@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from amp_fx._torch import GROUPS
 from amp_fx.errors import AmpFxError, InputError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -92,6 +93,7 @@ def called(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def compiling(program: Callable[..., Any], call: Arguments) -> Iterator[None]:
     """Where what is done to a program inside fails, and the program itself as well, that is an InputError."""
+    GROUPS.install()
     try:
         yield
     except AmpFxError:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
-from amp_fx._torch import autocast_disabled
+from amp_fx._torch import GROUPS, autocast_disabled
 from amp_fx.errors import AmpFxError, OptionsError
 from amp_fx.graphs.batches import raised
 
@@ -138,6 +138,7 @@ class Step:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Inside, nothing is found that was compiled outside, nor outside what was compiled inside."""
+    GROUPS.install()
     torch.compiler.reset()
     try:
         yield
