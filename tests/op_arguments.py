@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
+import pytest
 import torch
 
 T = TypeVar("T")
@@ -221,6 +222,10 @@ BUILDERS: Builders = {
     **each("repeat tile", lambda: (t(), [2, 1])),
     "repeat_interleave.self_Tensor": lambda: (t(), torch.tensor([1, 2, 1, 2]), 0, {"output_size": 6}),
     "as_strided": lambda: (t(), [2, 3], [6, 1]),
+    **each(
+        "_grouped_mm transformers::grouped_mm_fallback",
+        lambda: (t(6, 8), t(2, 8, 8), torch.tensor([2, 6], dtype=torch.int32)),
+    ),
     "im2col": lambda: (t(2, 3, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]),
     "col2im": lambda: (t(2, 12, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
     **each("pixel_shuffle channel_shuffle native_channel_shuffle", lambda: (t(1, 4, 3, 3), 2)),
@@ -290,8 +295,11 @@ def generic_arguments(op: torch._ops.OpOverload, tensor: Callable[[], torch.Tens
 
 
 def overload(name: str) -> torch._ops.OpOverload:
-    packet, _, which = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), which or "default")
+    namespace, _, rest = name.rpartition("::")
+    if namespace == "transformers":
+        pytest.importorskip("transformers.integrations.moe")
+    packet, _, which = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), which or "default")
 
 
 def arguments(name: str, tensor: Callable[[], torch.Tensor] = p) -> Call:

@@ -105,6 +105,7 @@ NO_MPS = "its MPS code path needs a build for it"
 NO_DRIVER = "a CUDA build asks the driver about cudnn, even for fake tensors"
 NO_META = "no meta kernel, so fake tensors cannot run it"
 NO_LSTM = "oneDNN has no such kernel for this CPU, and autocast raises"
+BF16 = "fake tensors have no result in fp16 but where amp_fx is used"
 DATA = "the shape of its result depends on values"
 _OLD = "_convolution _convolution.deprecated _transformer_encoder_layer_fwd" if UP_TO_2_12 else ""
 _NO_DRIVER = torch.version.cuda and not torch.cuda.is_available()
@@ -118,6 +119,7 @@ NOT_ASKED: dict[str, dict[str, str]] = {
         **each("batch_norm cudnn_convolution cudnn_convolution_transpose grid_sampler", NO_CUDA),
         **each("grid_sampler_2d im2col instance_norm native_batch_norm", NO_CUDA),
         "tensor_split.tensor_indices_or_sections": "takes CPU indices only",
+        "_grouped_mm": BF16,
         **each("lstm.input rnn_relu.input rnn_tanh.input" if _NO_DRIVER else "", NO_DRIVER),
     },
     "mps": {
@@ -126,6 +128,7 @@ NOT_ASKED: dict[str, dict[str, str]] = {
         **each("ctc_loss.IntList ctc_loss.Tensor", DATA),
         **each("batch_norm grid_sampler grid_sampler_2d im2col instance_norm native_batch_norm", NO_MPS),
         "scaled_dot_product_attention": NO_MPS,
+        "_grouped_mm": BF16,
         "_mps_convolution": "has no arguments in these tables: its kernel is in MPS builds alone",
         "tensor_split.tensor_indices_or_sections": "takes CPU indices only",
     },

@@ -159,7 +159,7 @@ COMMON_GROUPS = (
     # autocast leaves them in the dtype of their inputs; their weights are most of a mixture's
     low(
         "products of experts with low-precision instructions, on no list of autocast",
-        "_grouped_mm transformers::grouped_mm_fallback",
+        "_grouped_mm transformers::grouped_mm_fallback", unless_given="out_dtype",
     ),
     *composite(
         low(

@@ -16,17 +16,18 @@ from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.traits import OPS, Trait, has_trait, op_row
 from amp_fx.placement.layout import convert_op
 from graphs import captured
+from op_arguments import overload
 
 aten = torch.ops.aten
 
 
 def overloads(name: str) -> list[OpOverload]:
     """The overloads that a row is about."""
-    namespace, _, rest = name.rpartition("::")
-    base, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace or "aten"), base)
-    names = packet.overloads() if overload == "*" else [overload or "default"]
-    return [getattr(packet, each) for each in names]
+    base, _, which = name.partition(".")
+    if which != "*":
+        return [overload(name)]
+    packet = getattr(aten, base)
+    return [getattr(packet, each) for each in packet.overloads()]
 
 
 def test_a_row_says_something_about_an_op_of_torch_and_its_arguments() -> None:
