@@ -19,6 +19,7 @@ from amp_fx.errors import (
     PlanError,
     ScalerError,
     ScalingWarning,
+    SecondDerivativeError,
     TargetError,
     VerifyError,
     WeightsError,
@@ -36,7 +37,7 @@ __all__ = [
     "AmpFxError", "CalibratedPlan", "Calibration", "CallError", "CaptureError", "CastPlan",
     "Comparison", "ExportError", "FallbackWarning", "GradScaler", "InputError", "MissingLibraryError",
     "ModuleError", "NodePlan", "OptionsError", "PassError", "Plan", "PlanError", "Point", "Policy",
-    "Recording", "Report", "Rule", "ScalerError", "ScalingWarning", "StoredLow", "TargetError",
+    "Recording", "Report", "Rule", "ScalerError", "ScalingWarning", "SecondDerivativeError", "StoredLow", "TargetError",
     "VerifyError", "WeightsError", "calibrate", "compare", "compile", "convert", "explain", "export",
     "export_onnx", "extra_files", "histogram", "options", "package", "record", "reset", "store_low",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from amp_fx._torch import (
     install_all,
     note_inference_mode,
     noting_faults,
+    refusing_second_derivatives,
 )
 from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
+from amp_fx.errors import SecondDerivativeError
 from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
 from amp_fx.graphs.regions import ambient_regions, is_autocast_call, not_ours
 from amp_fx.graphs.values import graph_device, listed_devices
@@ -96,10 +99,12 @@ def compile_graph(
 def _first_that_works(call: Call, ways: Sequence[Way]) -> Callable[..., Any]:
     """Compiles a graph in the first way that does not fail, and warns once if that is not the first."""
     reasons: dict[str, None] = {}
+    refused = partial(SecondDerivativeError, compile_id())
     for way in ways:
         reason = "; ".join(reasons)
         try:
-            how, compiled = way(call, reason)
+            with refusing_second_derivatives(refused):
+                how, compiled = way(call, reason)
         except Exception as error:
             if way is ways[-1] or is_raised(call.opts, error):
                 raise

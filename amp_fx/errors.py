@@ -46,6 +46,18 @@ class WeightsError(AmpFxError):
     """Weights that a graph holds as constants have changed, or a gradient of weights stored low is asked for."""
 
 
+class SecondDerivativeError(AmpFxError, RuntimeError):
+    """A second derivative is taken of a compiled graph from outside: it was compiled with its first derivatives."""
+
+    def __init__(self, graph: str) -> None:
+        super().__init__(
+            f"A second derivative of graph {graph} is taken outside of the compiled function (by create_graph=True), "
+            "which has its first derivatives only. Take the inner gradient inside the compiled function, by "
+            "torch.func.grad, or by torch.autograd.grad with torch._dynamo.config.trace_autograd_ops = True (from "
+            "torch 2.12 on), or call the model uncompiled for it. docs/faq.md has an example."
+        )
+
+
 class CaptureError(AmpFxError):
     """A Dynamo graph cannot be captured as pre-dispatch ATen."""
 

@@ -13,6 +13,7 @@ Open ``inductor.py`` first.
 
 # ruff: noqa: F403  # each file says in __all__ what it is for
 
+from amp_fx._torch.derivatives import *
 from amp_fx._torch.dynamo import *
 from amp_fx._torch.faults import *
 from amp_fx._torch.grouped import *
