@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -146,6 +147,8 @@ def test_graphs_from_the_cache_refuse_and_so_do_those_of_sparse_gradients() -> N
             torch.autograd.grad(found.to_dense().square().sum(), head.weight)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@functorch_config.patch(donated_buffer=False)
 @pytest.mark.parametrize("options", [{}, {"profile": "auto"}])
 def test_a_graph_of_gradients_that_nobody_goes_back_through_changes_nothing(options: dict[str, Any]) -> None:
     model, x = mlp(), rows()
