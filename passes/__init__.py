@@ -19,6 +19,7 @@ from amp_fx.passes.forward.choose_attention import ChooseAttention
 from amp_fx.passes.forward.classify import Classify, PinDtypes
 from amp_fx.passes.forward.constrain import Constrain
 from amp_fx.passes.forward.insert_casts import InsertCasts
+from amp_fx.passes.forward.lower_transforms import LowerTransforms
 from amp_fx.passes.forward.place import Place, Replay
 from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
 from amp_fx.passes.forward.weights import CacheWeights, FoldWeights, KeepWeights
@@ -41,7 +42,7 @@ from amp_fx.policy.table import device_row
 __all__ = [
     "OUTLINE", "PARTITIONED", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
     "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "HoldPacked", "InsertCasts",
-    "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext",
+    "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "LowerTransforms", "MarkMatmuls", "Pass", "PassContext",
     "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
     "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
     "package_passes", "run_in_order", "run_passes",
@@ -89,6 +90,8 @@ def captured_passes(given: Given) -> tuple[Pass, ...]:
             passes += [given.fold, FuseCasts()]
     if given.caches_weights:
         passes.append(CacheWeights())
+    if given.fold is None:
+        passes.append(LowerTransforms(replays=isinstance(given.place, Replay)))
     passes.append(Verify())
     if given.mark is not None:
         passes.append(given.mark)

@@ -86,7 +86,9 @@ def summary(plan: Plan) -> str:
         text = f"{total} matmul{'s' * (total != 1)}, {lowered or 'none in low precision'}, {casts}"
     parts = [f"{count} in {dtype}: {why}" for (dtype, why), count in wide.items()]
     if inside:
-        parts.append(f"{len(inside)} inside vmap or torch.func: left as written")
+        under = sum(row.is_because(Kind.TRANSFORMED) for row in inside)
+        counts = {"under torch.autocast": under, "left as written": len(inside) - under}
+        parts += [f"{count} inside vmap or torch.func: {how}" for how, count in counts.items() if count]
     if plan.meaning:
         parts.append(f"below 16 bits: {plan.meaning}")
     return "; ".join([text, *parts])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from amp_fx._torch import (
     FakeTensor,
     copy_of,
     enable_autocast,
+    is_hooks_switch,
+    nesting_change,
     raised_by_backend,
     size_hint,
     speaks_to_dynamo,
@@ -79,21 +81,25 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
     with graph.inserting_before(output):
         output.args = (fx.map_arg(output.args[0], traced),)
     wrapped.recompile()
-    return wrapped if _runs_as_traced(wrapped) else gm
+    return wrapped if runs(wrapped) else gm
 
 
-def _runs_as_traced(gm: fx.GraphModule) -> bool:
+def runs(gm: fx.GraphModule) -> bool:
     """True if the graph runs on its own fake inputs, and computes values of the kinds that Dynamo traced."""
     fakes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), contextlib.nullcontext())
     trial = fx.Interpreter(gm, garbage_collect_values=False)
+    # a write to a leaf is refused with gradients; without them, transforms have no tangents
+    transforms = any(nesting_change(node.target) for node in gm.graph.nodes)
+    gradients = contextlib.nullcontext() if transforms else torch.no_grad()
     try:
-        with mode, symbolic_kernels(), torch.no_grad(), enable_autocast("cpu", False, torch.bfloat16):
+        with mode, symbolic_kernels(), gradients, enable_autocast("cpu", False, torch.bfloat16):
             trial.run(*fakes)
     except RuntimeError:
         # this is the question asked, not an error of ours: autocast does not work on this graph
         return False
     finally:
+        _close(node for node in gm.graph.nodes if node not in trial.env)
         # within a region that a failure left open, eager autocast would keep old casts of weights
         ran = [node for node in gm.graph.nodes if node in trial.env]
         left = {node.args[0] for node in ran if node.target is EXIT}
@@ -112,3 +118,15 @@ def _is_alike(node: fx.Node, got: Any) -> bool:
         and (value.is_nested or [*map(size_hint, value.shape)] == [*map(size_hint, now.shape)])
         for value, now in zip(traced, tensors(got), strict=False)
     )
+
+
+def _close(left_out: Iterable[fx.Node]) -> None:
+    """Closes transforms of ``torch.func`` that are open, by the calls that the graph has for it."""
+    inner = 0
+    for node in left_out:
+        step = nesting_change(node.target)
+        is_allowed_again = is_hooks_switch(node.target) and not node.args
+        if is_allowed_again or (step < 0 and not inner):
+            node.target(*node.args, **node.kwargs)  # type: ignore[operator]  # these have no tensors
+        else:
+            inner += step

@@ -32,6 +32,7 @@ class Kind(str, enum.Enum):
     LAYOUT = "layout", "hands on shards of a DTensor"
     NOT_ATEN = "not-aten", "not an ATen op: left as traced"
     NOT_FLOATING = "not-floating", "no floating tensor that autocast may re-type"
+    TRANSFORMED = "transformed", "inside vmap or torch.func: torch.autocast is on"
     SUBCLASS = "tensor-subclass", "takes a tensor subclass, which has its own dtype"
     CAST = "cast", "the program's own cast"
     NAMES_DTYPE = "names-dtype", "the program names the dtype of the result"

@@ -216,7 +216,7 @@ class Plan:
     @property
     def changed(self) -> bool:
         """True when amp_fx changed anything: an untouched graph is compiled as Dynamo made it."""
-        written = any(row.is_because(Kind.PRODUCTS, Kind.LOW_PRODUCTS) for row in self.nodes)
+        written = any(row.is_because(Kind.PRODUCTS, Kind.LOW_PRODUCTS, Kind.TRANSFORMED) for row in self.nodes)
         below = any(row.levels_below for row in self.nodes)
         return written or below or any(cast.inserted for cast in self.casts)
 
@@ -236,7 +236,7 @@ class Plan:
 
     @property
     def untouched_matmuls(self) -> list[NodePlan]:
-        """Matmuls, convolutions and attention inside ``vmap`` and ``torch.func``: they stay as the program has them."""
+        """Matmuls, convolutions and attention inside ``vmap`` and ``torch.func``, where no cast of amp_fx is."""
         found, depth = list[NodePlan](), 0
         for node in self.nodes:
             depth += nesting_change(node.op)

@@ -220,7 +220,7 @@ def _is_low(node: NodePlan | None) -> bool:
 
 def _untouched(plans: Sequence[Plan]) -> list[Advice]:
     """Matmuls that no pass looks at, because their values exist inside ``vmap`` or ``torch.func`` only."""
-    rows = [node for plan in plans for node in plan.untouched_matmuls]
+    rows = [node for p in plans for node in p.untouched_matmuls if not node.is_because(Kind.TRANSFORMED)]
     if not rows:
         return []
     total = len(rows) + sum(len(plan.matmuls) for plan in plans)

@@ -151,7 +151,9 @@ def test_fallbacks_graph_breaks_and_what_vmap_leaves_are_told() -> None:
         return torch.func.vmap(torch.func.grad(lambda p: m.net(p).squeeze(-1)))(m.encoder(x)).mean()
 
     model = Parts(pinn, encoder=nn.Linear(16, 16), net=nn.Linear(16, 1))
-    (row,) = kinds(rewrite(model, X).plan)["torch.func"]
+    assert "torch.func" not in kinds(rewrite(model, X).plan)
+    ruled = {"policy": {"rules": [{"module": "net", "precision": "fp32"}]}}
+    (row,) = kinds(rewrite(model, X, options=ruled).plan)["torch.func"]
     assert row.text.startswith("1 of 2 matmuls are inside vmap or torch.func (net, ...): left as written")
 
 

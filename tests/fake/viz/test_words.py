@@ -83,18 +83,21 @@ def test_more_bytes_than_under_autocast_have_their_cause() -> None:
         assert more_bytes([Plan()], ours, theirs) == ""
 
 
-def test_matmuls_inside_vmap_and_torch_func_are_counted_as_left() -> None:
+def test_matmuls_inside_vmap_and_torch_func_are_counted_by_themselves() -> None:
     # a network and the gradient of it by its input, point by point
     model = Parts(
         lambda m, x: (vmap(grad(lambda point: m.net(point).squeeze(-1)))(m.encoder(x)) ** 2).mean(),
         encoder=nn.Linear(16, 16),
         net=nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)),
     )
-    plan = rewrite(model, torch.randn(4, 16)).plan
+    options = {"policy": {"rules": [{"module": r"net\.2", "precision": "fp32"}]}}
+    plan = rewrite(model, torch.randn(4, 16), options=options).plan
     assert [row.module_path for row in plan.matmuls] == ["encoder"]
     assert [row.module_path for row in plan.untouched_matmuls] == ["net.0", "net.2"]
-    said = "; 2 inside vmap or torch.func: left as written"
+    where = "inside vmap or torch.func"
+    said = f"; 1 {where}: under torch.autocast; 1 {where}: left as written"
     assert summary(plan) == f"1 of 3 matmuls in bf16, {len(plan.casts)} casts{said}"
+    assert not plan.unused_rules
 
 
 @pytest.mark.usefixtures("without_inductor")

@@ -1,0 +1,136 @@
+"""Inside ``vmap`` and ``torch.func`` values exist in their levels only: there autocast itself places the casts."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import is_hooks_switch, nesting_change
+from amp_fx.graphs.fallback import runs
+from amp_fx.graphs.fake_runs import add_call
+from amp_fx.graphs.keys import CAST_META, REGION_META, STEP_META
+from amp_fx.graphs.regions import ENTER, EXIT
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import is_eligible
+from amp_fx.passes.base import Pass, PassContext
+from amp_fx.plans.label import Kind, Reason, label_of
+from amp_fx.policy import OpClass
+from amp_fx.policy.rules import PRECISIONS
+
+#: device types on which autocast is to be on, with its dtype
+_State = tuple[tuple[str, torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class LowerTransforms(Pass):
+    """Has autocast on where a transform of ``torch.func`` is open, and casts back what leaves it.
+
+    Not where a rule says fp32, nor on a device that is slower in 16 bits. A graph that does not run so stays.
+
+    Before, and after::
+
+        _vmap_increment_nesting(8, "error")
+        row = _add_batch_dim(x, 0, 1)
+        y = torch._C._nn.linear(row, weight)
+        out = _remove_batch_dim(y, 1, 8, 0)                 # f32
+        _vmap_decrement_nesting()
+        # after
+        _vmap_increment_nesting(8, "error")
+        on = _enter_autocast("cpu", torch.bfloat16, True, False)
+        row = _add_batch_dim(x, 0, 1)
+        y = torch._C._nn.linear(row, weight)
+        out = _remove_batch_dim(y, 1, 8, 0)                 # bf16
+        _exit_autocast(on)
+        _vmap_decrement_nesting()
+        wide = torch.ops.aten.to.dtype(out, torch.float32)
+    """
+
+    replays: bool = False  # as a plan has it
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+        states = self._states(gm.graph, context)
+        if not any(states.values()):
+            return "no transform to lower"
+        trial = copy.copy(gm)
+        trial.graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        trial.graph.output(trial.graph.graph_copy(gm.graph, copies))
+        _switch({copies[node]: state for node, state in states.items()})
+        for node in filter(lambda node: is_hooks_switch(node.target), list(trial.graph.nodes)):
+            # while a graph is rewritten there is a hook, which changes nothing
+            trial.graph.erase_node(node)
+        trial.recompile()
+        if not runs(trial):
+            return "autocast itself fails on the transforms"
+        _switch(states)
+        lowered = [node for node, state in states.items() if state]
+        for node in lowered:
+            label = label_of(node)
+            if label is not None and not label.is_because(Kind.TRANSFORMED):
+                label.reasons = (Reason(Kind.TRANSFORMED),)
+                if has_trait(label.op.strip("_"), Trait.MATMUL, Trait.UNCOUNTED_MATMUL):
+                    label.dtype = label.low = dict.fromkeys(dtype for _, dtype in states[node]).popitem()[0]
+        return f"{len(lowered)} nodes inside transforms under autocast"
+
+    def _states(self, graph: fx.Graph, context: PassContext) -> dict[fx.Node, _State]:
+        """What is inside a transform, with what takes an element of its result."""
+        found, depth = dict[fx.Node, _State](), 0
+        for node in graph.nodes:
+            step = nesting_change(node.target)
+            is_inside, depth = depth > 0 and depth + step > 0, depth + step
+            if is_inside:
+                regions = node.meta.get(REGION_META, {}).items()
+                on = [(d, r) for d, r in regions if r.enabled and (r.by_user or self._lowers(node, r.dtype, context))]
+                found[node] = tuple((device, region.dtype) for device, region in on)
+            elif node.target is operator.getitem and node.args[0] in found:
+                found[node] = ()
+        return found
+
+    def _lowers(self, node: fx.Node, low: torch.dtype, context: PassContext) -> bool:
+        label, profile = label_of(node), context.profile
+        if label is None:
+            return False
+        if self.replays:
+            return label.is_because(Kind.TRANSFORMED)
+        if rules := context.policy.matching(label.op, label.module_path):
+            context.matched.update(rules)
+            return PRECISIONS[rules[-1].precision] is OpClass.LOW
+        # nothing was measured of it
+        return context.policy.sensitivity is None and not (profile is not None and profile.is_slower_in(low))
+
+
+def _switch(states: dict[fx.Node, _State]) -> None:
+    """Switches autocast on and off around nodes, and casts back what others read."""
+    graph = next(iter(states)).graph
+    on: list[fx.Node] = []
+    now: _State = ()
+    last = None
+    for node in list(graph.nodes):
+        state = states.get(node, ())
+        if state != now:
+            with graph.inserting_before(node):
+                for entered in reversed(on):
+                    graph.call_function(EXIT, (entered,)).meta[STEP_META] = True
+                on = [graph.call_function(ENTER, (device, dtype, True, False)) for device, dtype in state]
+            for entered in on:
+                entered.meta[STEP_META] = True
+            now = state
+    depth, leaving = 0, list[fx.Node]()
+    for node in list(graph.nodes):
+        depth += nesting_change(node.target)
+        outside = [user for user in node.users if user not in states and STEP_META not in user.meta]
+        if node in states and outside and is_eligible(node.meta.get("val")):
+            leaving.append(node)
+        if depth:
+            continue
+        last = node
+        for value in leaving:
+            with graph.inserting_after(last):
+                last = add_call(graph, torch.ops.aten.to.dtype, value, value.meta["val"].dtype)
+            last.meta[STEP_META] = last.meta[CAST_META] = True
+            value.replace_all_uses_with(last, lambda user, cast=last: user not in states and user is not cast)
+        leaving.clear()
