@@ -42,8 +42,8 @@ from amp_fx.policy.table import device_row
 __all__ = [
     "OUTLINE", "PARTITIONED", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
     "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "HoldPacked", "InsertCasts",
-    "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "LowerTransforms", "MarkMatmuls", "Pass", "PassContext",
-    "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
+    "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "LowerTransforms", "MarkMatmuls",
+    "Pass", "PassContext", "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
     "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
     "package_passes", "run_in_order", "run_passes",
 ]  # fmt: skip

@@ -216,7 +216,9 @@ class Plan:
     @property
     def changed(self) -> bool:
         """True when amp_fx changed anything: an untouched graph is compiled as Dynamo made it."""
-        written = any(row.is_because(Kind.PRODUCTS, Kind.LOW_PRODUCTS, Kind.TRANSFORMED) for row in self.nodes)
+        written = any(
+            row.is_because(Kind.PRODUCTS, Kind.LOW_PRODUCTS, Kind.TRANSFORMED) for row in self.nodes
+        )
         below = any(row.levels_below for row in self.nodes)
         return written or below or any(cast.inserted for cast in self.casts)
 

@@ -10,8 +10,8 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import is_hooks_switch, nesting_change
-from amp_fx.graphs.fallback import runs
 from amp_fx.graphs.fake_runs import add_call
+from amp_fx.graphs.fallback import runs
 from amp_fx.graphs.keys import CAST_META, REGION_META, STEP_META
 from amp_fx.graphs.regions import ENTER, EXIT
 from amp_fx.graphs.traits import Trait, has_trait
@@ -84,7 +84,11 @@ class LowerTransforms(Pass):
             is_inside, depth = depth > 0 and depth + step > 0, depth + step
             if is_inside:
                 regions = node.meta.get(REGION_META, {}).items()
-                on = [(d, r) for d, r in regions if r.enabled and (r.by_user or self._lowers(node, r.dtype, context))]
+                on = [
+                    (d, r)
+                    for d, r in regions
+                    if r.enabled and (r.by_user or self._lowers(node, r.dtype, context))
+                ]
                 found[node] = tuple((device, region.dtype) for device, region in on)
             elif node.target is operator.getitem and node.args[0] in found:
                 found[node] = ()

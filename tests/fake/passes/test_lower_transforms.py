@@ -31,7 +31,9 @@ def per_sample(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def mean_flow(m: nn.Module, x: Tensor) -> Tensor:
-    velocity, change = jvp(m, (x,), (torch.ones_like(x),))
+    velocity, change = jvp(  # pyright: ignore[reportAssignmentType]  # without has_aux
+        m, (x,), (torch.ones_like(x),)
+    )
     return (velocity - x + 0.3 * change).square().mean()
 
 
@@ -98,14 +100,16 @@ def test_gradients_have_autocasts_error_and_all_flops_are_low(program: Program) 
     wide = copy.deepcopy(model).double()
 
     def gradients(loss: Tensor, of: nn.Module) -> list[Tensor]:
-        return list(torch.autograd.grad(loss, list(of.parameters()), materialize_grads=True, allow_unused=True))
+        return list(
+            torch.autograd.grad(loss, list(of.parameters()), materialize_grads=True, allow_unused=True)
+        )
 
     exact = gradients(program(wide, x.double()), wide)
     with torch.autocast("cpu", BF16):
         loss = program(model, x)
     theirs = gradients(loss, model)
     with op_by_op() as graphs, record() as recording:
-        run = torch.compile(program, backend="amp_fx", options=DEFAULTS, fullgraph=True)
+        run = torch.compile(program, backend="amp_fx", options=dict(DEFAULTS), fullgraph=True)
         ours = gradients(run(model, x), model)
     (plan,) = recording.plans
     assert not plan.fallback
@@ -118,7 +122,9 @@ def test_gradients_have_autocasts_error_and_all_flops_are_low(program: Program) 
 
 def test_results_have_the_dtypes_of_the_program() -> None:
     with op_by_op():
-        run = torch.compile(lambda m, x: (vmap(m)(x), vmap(m)(x)[:2] @ x[:, :2]), backend="amp_fx", options=DEFAULTS)
+        run = torch.compile(
+            lambda m, x: (vmap(m)(x), vmap(m)(x)[:2] @ x[:, :2]), backend="amp_fx", options=dict(DEFAULTS)
+        )
         assert [each.dtype for each in run(net(), torch.randn(16, 16))] == [torch.float32] * 2
 
 

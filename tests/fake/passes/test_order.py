@@ -40,19 +40,20 @@ def test_the_order_of_the_passes() -> None:
     expecttest.assert_expected_inline(
         "\n".join(text),
         """\
-default: pin-dtypes, classify, constrain, place, choose-attention, insert-casts, fuse-casts, verify
+default: pin-dtypes, classify, constrain, place, choose-attention, insert-casts, fuse-casts,
+  lower-transforms, verify
 inference: pin-dtypes, classify, constrain, place, choose-attention, insert-casts, fuse-casts,
-  cache-weights, verify
+  cache-weights, lower-transforms, verify
 inference below 16 bits: pin-dtypes, classify, constrain, place, choose-attention, insert-casts,
-  fuse-casts, place-levels, quantise-matmuls, cache-weights, verify
+  fuse-casts, place-levels, quantise-matmuls, cache-weights, lower-transforms, verify
 export: pin-dtypes, classify, constrain, keep-weights, place, insert-casts, fold-weights,
   fuse-casts, verify
 export below 16 bits: pin-dtypes, classify, constrain, keep-weights, place, insert-casts,
   fuse-casts, place-levels, quantise-matmuls, fold-weights, fuse-casts, verify
 plan, training below 16 bits: pin-dtypes, classify, constrain, replay, insert-casts, fuse-casts,
-  verify, mark-matmuls
+  lower-transforms, verify, mark-matmuls
 sensitivity: pin-dtypes, classify, constrain, place-by-sensitivity, choose-attention, insert-casts,
-  fuse-casts, verify
+  fuse-casts, lower-transforms, verify
 joint: separate-outputs, attend, lay-out-gradients, gemm-epilogue, keep-statistics
 joint, fp16 below 16 bits: scale-backward, place-levels, quantise-matmuls, separate-outputs, attend,
   lay-out-gradients, gemm-epilogue, keep-statistics
