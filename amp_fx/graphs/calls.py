@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +114,27 @@ def tensor_arguments(node: fx.Node) -> list[tuple[str, fx.Node]]:
     return [(name, source) for name, value in arguments(node) for source in tensor_nodes(value)]
 
 
-def readers(node: fx.Node, passes_on: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """All that reads a value, directly or behind readers that pass it on; these are among the results."""
-    found = dict.fromkeys(node.users)
+def functional(op: OpOverload) -> OpOverload | None:
+    """``aten.add.Tensor`` of ``aten.add_.Tensor``, and of itself; None where an in-place op has no such form."""
+    packet = getattr(_aten, op._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    return getattr(packet, op._overloadname, None)
+
+
+def readers(
+    node: fx.Node,
+    passes_on: Callable[[fx.Node], bool],
+    reads: Mapping[fx.Node, Iterable[fx.Node]] | None = None,
+) -> list[fx.Node]:
+    """All that reads a value, directly or behind readers that pass it on; these are among the results.
+
+    ``reads``: who reads a node, where that is more than its users.
+    """
+    found = dict.fromkeys(node.users if reads is None else reads[node])
     stack = list(found)
     while stack:
         if passes_on(reader := stack.pop()):
-            more = [user for user in reader.users if user not in found]
+            users = reader.users if reads is None else reads[reader]
+            more = [user for user in users if user not in found]
             found.update(dict.fromkeys(more))
             stack += more
     return list(found)

@@ -58,8 +58,16 @@ class Trait(enum.Enum):
     SUMS = "adds up many elements"
     ADDS_LOW = "adds up many elements in the dtype that it is given, in the kernel of some device"
     MAY_ADD_LOW = "does so where its argument ``accumulate`` is true"
+    COUNTS = "makes positions, of nothing or of what it counts"
     POSITIONS = "arithmetic through which integer positions stay integer-like"
+    PERIODIC = "reads its argument as an angle"
+    FILLS = "returns or writes numbers that are not its argument's"
 
+
+#: make a tensor as a given one is
+_LIKE = """
+    empty_like full_like new_empty new_full new_ones new_zeros ones_like rand_like randint_like randn_like zeros_like
+"""
 
 #: Ops by ATen name, as the lists of the policy write it: ``"transpose.int"``. ``"add.*"`` holds for every overload, and
 #: for the in-place form of each; an op has the traits of both of its names.
@@ -91,10 +99,7 @@ _NAMES: Mapping[Trait, str] = {
     Trait.LOOKUP: "embedding gather index.Tensor index_select take",
     Trait.CAST: "to.dtype _to_copy prims::convert_element_type amp_fx::convert",
     Trait.IMPLIED_CAST: "to.other to.prim_dtype type_as",
-    Trait.IMPLIED_DTYPE: """
-        empty_like full_like new_empty new_full new_ones new_zeros ones_like rand_like randint_like
-        randn_like zeros_like
-    """,
+    Trait.IMPLIED_DTYPE: _LIKE,
     Trait.OWN_DTYPES: """
         atleast_1d.Sequence atleast_2d.Sequence atleast_3d.Sequence broadcast_tensors meshgrid
         meshgrid.indexing
@@ -122,7 +127,13 @@ _NAMES: Mapping[Trait, str] = {
         scatter_.value_reduce scatter_add.* scatter_reduce.* segment_reduce
     """,
     Trait.MAY_ADD_LOW: "_unsafe_index_put index_put.* put.*",
-    Trait.POSITIONS: "add.* cumsum.* div.* floor_divide.* mul.* neg.* pow.* rsub.* sub.*",
+    Trait.COUNTS: "arange.* cumsum.* linspace.*",
+    Trait.POSITIONS: """
+        add.* div.* divide.* einsum floor_divide.* ger mul.* multiply.* neg.* outer pow.* remainder.* rsub.* square.*
+        sub.* subtract.* true_divide.*
+    """,
+    Trait.PERIODIC: "cos.* polar.* sin.* sinc.* special_sinc.* tan.*",
+    Trait.FILLS: f"fill.* zero.* {_LIKE}",
 }
 
 

@@ -189,6 +189,17 @@ def writers_in(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     return found
 
 
+def sources_in(graph: fx.Graph) -> dict[fx.Node, dict[fx.Node, list[fx.Node]]]:
+    """Node -> its inputs -> where the numbers in each come from: itself, and the calls that wrote to its storage."""
+    writers: dict[int | None, list[fx.Node]] = {}
+    found: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = {}
+    for node in graph.nodes:
+        found[node] = {each: [each, *writers.get(storage_of(each), ())] for each in node.all_input_nodes}
+        for key in written_storages(node):
+            writers.setdefault(key, []).append(node)
+    return found
+
+
 def writes_to_shared_inputs(graph: fx.Graph) -> bool:
     """True where two inputs share a storage that is written to."""
     shared = Counter(map(storage_of, graph.find_nodes(op="placeholder")))

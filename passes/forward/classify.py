@@ -12,6 +12,7 @@ import torch.fx as fx
 from amp_fx._torch import OpOverload, op_name
 from amp_fx.graphs.calls import (
     argument_value,
+    functional,
     is_cast,
     is_data,
     is_layout,
@@ -191,11 +192,9 @@ def _label(node: fx.Node, context: PassContext) -> Label:
 def _label_write(plan: Label, node: fx.Node, op: OpOverload) -> Label:
     """In-place ops are on no list: autocast leaves them in the dtype of what they write to."""
     value, row = node.meta.get("val"), None
-    # aten.add.Tensor for aten.add_.Tensor
-    packet = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    functional = getattr(packet, op._overloadname, None)
-    if functional is not None and isinstance(value, torch.Tensor):
-        row = lookup(functional, value.device.type)
+    out_of_place = functional(op)
+    if out_of_place is not None and isinstance(value, torch.Tensor):
+        row = lookup(out_of_place, value.device.type)
     plan.op_class = OpClass.PROMOTE
     plan.takes = Takes.MIXED if row is not None and row.mixes else Takes.SELF
     plan.reasons = (Reason(Kind.WRITES),)

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, OpOverload, kernel_rows, onednn_computes
-from amp_fx.graphs.calls import argument_value, arguments, differentiated, is_cast, readers
+from amp_fx.graphs.calls import differentiated
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import is_eligible, storage_of, tensors, written_arguments, written_storages
+from amp_fx.graphs.values import is_eligible, storage_of, written_arguments, written_storages
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.plans.label import Kind, Label, Reason, Takes, label_of
+from amp_fx.passes.forward.hazards import HAZARDS, constants
+from amp_fx.plans.label import Kind, Reason, Takes, label_of
 from amp_fx.policy import OpClass
-
-aten = torch.ops.aten
-
-Hazards = Iterator[tuple[fx.Node, Reason]]
 
 
 @dataclass(frozen=True)
 class Constrain(Pass):
     """Takes nodes out of the low dtype where their surroundings make it wrong or unsafe.
 
-    Patterns (:data:`HAZARDS`, each a function with its failing example) move single nodes to ``fp32``. Then tensors
+    Patterns (``HAZARDS`` in ``hazards.py``, each a function with its failing example) move single nodes to ``fp32``. Then tensors
     that share a storage with something written, or with another output, are tied together: none of them can be
     re-typed alone, and where an input or two outputs share it, or a call that is not ours writes to it, it keeps its
     traced dtype.
@@ -150,214 +144,3 @@ def _tie(nodes: list[fx.Node], pin: bool) -> None:
     root.meta[TIED] = True
     if pin and plan.pinned is None:
         plan.pinned = plan.traced
-
-
-# ---- hazards that op lists cannot see
-
-
-def scalar_range(graph: fx.Graph) -> Hazards:
-    """A finite constant that is infinite in the low dtype.
-
-    ``scores.masked_fill(mask, torch.finfo(torch.float32).min)`` raises in both 16-bit dtypes; ``where``
-    silently writes -inf, and a fully masked row then gives NaN in softmax.
-    """
-    lows = _possible_lows(graph)
-    for node, _ in _ours(graph):
-        beyond = (
-            (constant, low)
-            for constant in constants(node)
-            for low in lows[node]
-            if math.isfinite(constant) and abs(constant) > torch.finfo(low).max
-        )
-        for constant, low in itertools.islice(beyond, 1):
-            yield node, Reason.of(Kind.SCALAR_RANGE, constant=constant, low=low)
-
-
-def tiny_eps(graph: fx.Graph) -> Hazards:
-    """An eps that the low dtype flushes to zero on its way to a division.
-
-    ``x / (x.norm() + 1e-8)`` is 0/0 in fp16, whose smallest normal number is 6.1e-5.
-    """
-    lows = _possible_lows(graph)
-    for node, _ in _ours(graph):
-        if not has_trait(node, Trait.ADDS_EPS) or not lows[node]:
-            continue
-        low = max(lows[node], key=lambda dtype: torch.finfo(dtype).smallest_normal)
-        smallest = torch.finfo(low).smallest_normal
-        eps = next((c for c in constants(node) if 0 < abs(c) < smallest), None)
-        if eps is not None and any(has_trait(user, Trait.DIVIDES) for user in readers(node, _moves)):
-            yield node, Reason.of(Kind.TINY_EPS, eps=eps, low=low)
-
-
-def exp_sum(graph: fx.Graph) -> Hazards:
-    """Exponentials that are summed: a hand-written softmax or logsumexp.
-
-    ``x.exp().sum()`` over 4,096 low values has lost the small ones before the sum begins.
-    """
-    for node, _ in _ours(graph):
-        if _base(node) != "exp":
-            continue
-        if sums := [user for user in readers(node, _moves) if has_trait(user, Trait.SUMS)]:
-            for reached in (node, *sums):
-                yield reached, Reason(Kind.EXP_SUM)
-
-
-def positions(graph: fx.Graph) -> Hazards:
-    """Integer positions in a matmul: RoPE angles as ``inv_freq @ positions``.
-
-    bf16 holds integers exactly up to 256, so every later token gets a wrong angle.
-    """
-    chain: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        plan, moves = label_of(node), _moves(node)
-        # an op that picks or moves floating values by integer positions returns the values, not the positions
-        from_chain = any(
-            source in chain and not (moves and _is_floating(node) and not _is_floating(source))
-            for source in node.all_input_nodes
-        )
-        if _base(node) == "arange":
-            chain.add(node)
-        elif not from_chain or plan is None:
-            continue
-        elif is_cast(node) or moves or has_trait(node, Trait.POSITIONS):
-            chain.add(node)
-        elif plan.op_class is OpClass.LOW:
-            yield node, Reason(Kind.POSITIONS)
-
-
-def no_kernel(graph: fx.Graph) -> Hazards:
-    """A call in a 16-bit dtype that its kernel refuses.
-
-    ``nn.LSTM`` under ``torch.autocast("cpu")`` raises "could not create a primitive descriptor" on CPUs for which
-    oneDNN has none; ``torch.linalg.matrix_norm(x, 2)``, "Low precision dtypes not supported". ``F.grouped_mm`` with 12
-    columns runs in fp32, and raises "strides should be multiple of 16 bytes" in bf16; its gradient reads rows as long
-    as the result's.
-    """
-    for node, plan in _ours(graph):
-        if plan.low is not None and (why := _refusal(node, plan)):
-            yield node, Reason.of(Kind.NO_KERNEL, low=plan.low, why=why)
-
-
-def _refusal(node: fx.Node, plan: Label) -> str:
-    """Why the kernel of a call refuses the low dtype; empty where the kernel takes it."""
-    name, results = _base(node), tensors(node.meta.get("val"))
-    if name in ("lstm", "mkldnn_rnn_layer"):
-        on_cpu = any(value.device.type == "cpu" for value in results)
-        return "oneDNN has no LSTM for this CPU" if on_cpu and not onednn_computes(plan.low) else ""
-    if name == "_grouped_mm" and plan.op_class is OpClass.LOW:
-        factors = [value for n in node.all_input_nodes if is_eligible(value := n.meta["val"])]
-        fits = kernel_rows(*factors, *results, itemsize=plan.low.itemsize)
-        return "" if fits else "its rows are not whole 16 bytes"
-    return "it factorises a matrix" if _factorises(node) else ""
-
-
-def _factorises(node: fx.Node) -> bool:
-    """True for a norm by singular values, and for a power that inverts: no device has half kernels for those."""
-    base, order, power = _base(node), argument_value(node, "ord"), argument_value(node, "n")
-    if base in ("linalg_matrix_norm", "linalg_norm"):
-        dims = argument_value(node, "dim") or range(node.all_input_nodes[0].meta["val"].ndim)
-        return order in (2, -2, "nuc") and len(dims) == 2
-    return base in ("linalg_matrix_power", "matrix_power") and power < 0
-
-
-def adds_low(graph: fx.Graph) -> Hazards:
-    """Numbers that a kernel counts or adds up in the dtype that it is given.
-
-    ``(x @ w).histc()`` in bf16 stops at 256, where adding 1 changes nothing.
-    """
-    for node, plan in _ours(graph):
-        picks = argument_value(node, "reduce") in ("amax", "amin", "max", "min")
-        adds = has_trait(node, Trait.ADDS_LOW) and not picks
-        adds |= has_trait(node, Trait.MAY_ADD_LOW) and argument_value(node, "accumulate") is True
-        # of what the program has in a low dtype, the storage stays
-        if adds and plan.low is not None and (plan.traced is torch.float32 or TIED not in node.meta):
-            yield node, Reason.of(Kind.ADDS_LOW, low=plan.low, limit=round(2 / torch.finfo(plan.low).eps))
-
-
-def bits(graph: fx.Graph) -> Hazards:
-    """A value whose bits are read, computed in the low dtype: the lower half of fp32's bits would be zeros.
-
-    Hashes of ``(x @ w).view(torch.int32)`` would fall together, and the mean of its bytes would be half as large.
-    """
-    for node in graph.nodes:
-        stack = list(node.all_input_nodes) if has_trait(node, Trait.READS_BITS) else []
-        while stack:
-            plan = label_of(source := stack.pop())
-            if _moves(source):
-                stack += source.all_input_nodes
-            elif plan is not None and plan.op_class is not OpClass.KEEP and plan.traced is torch.float32:
-                yield source, Reason.of(Kind.BITS, low=plan.low)
-
-
-#: (pattern, True where eager autocast would raise rather than round, so that it holds under numerics="eager" too)
-HAZARDS: tuple[tuple[Callable[[fx.Graph], Hazards], bool], ...] = (
-    (scalar_range, True),
-    (no_kernel, True),
-    (tiny_eps, False),
-    (adds_low, False),
-    (bits, False),
-    (exp_sum, False),
-    (positions, False),
-)
-
-
-def _ours(graph: fx.Graph) -> Iterator[tuple[fx.Node, Label]]:
-    for node in graph.nodes:
-        plan = label_of(node)
-        if plan is not None and plan.op_class not in (OpClass.KEEP, OpClass.FP32):
-            yield node, plan
-
-
-def _possible_lows(graph: fx.Graph) -> dict[fx.Node, list[torch.dtype]]:
-    """The low dtypes that each call may run in: its region's, and those in which what it promotes or moves may come.
-
-    In a region of ``torch.autocast("cpu", torch.bfloat16)``, what was computed in fp16 outside stays fp16.
-    """
-    lows: dict[fx.Node, list[torch.dtype]] = {}
-    for node, plan in _ours(graph):
-        sources = [] if plan.op_class is OpClass.LOW else node.all_input_nodes
-        own = [] if plan.low is None else [plan.low]
-        lows[node] = list(dict.fromkeys(itertools.chain(own, *(lows.get(n, []) for n in sources))))
-    return lows
-
-
-def _is_floating(node: fx.Node) -> bool:
-    return any(value.is_floating_point() for value in tensors(node.meta.get("val")))
-
-
-def _base(node: fx.Node) -> str:
-    """``"add"`` for ``aten.add.Tensor`` and ``aten.add_.Tensor``."""
-    if not isinstance(node.target, OpOverload):
-        return ""
-    return node.target._schema.name.removeprefix("aten::").removesuffix("_")
-
-
-def constants(node: fx.Node) -> Iterator[float]:
-    """Numbers that the op computes with: Python scalars and 0-d constants, no sizes and indices."""
-    if not isinstance(node.target, OpOverload):
-        return
-    sizes = {a.name for a in node.target._schema.arguments if str(a.type) in ("int", "Optional[int]")}
-    for name, value in arguments(node):
-        constant = _constant(value) if isinstance(value, fx.Node) else value
-        if name not in sizes and isinstance(constant, (int, float)) and not isinstance(constant, bool):
-            yield float(constant)
-
-
-def _constant(node: fx.Node) -> object:
-    """The number in a 0-d constant tensor: ``torch.full((), -1e9)``, ``torch.tensor(-1e9)``; else None."""
-    if not isinstance(node.meta.get("val"), torch.Tensor) or node.meta["val"].ndim > 0:
-        return None
-    while has_trait(node, Trait.UNCHANGED, Trait.CAST):
-        node = node.all_input_nodes[0]
-    if node.target in (aten.full.default, aten.scalar_tensor.default):
-        return node.args[-1]
-    value = getattr(node.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
-    return value.item() if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else None
-
-
-def _moves(node: fx.Node) -> bool:
-    """True for an op that only moves values."""
-    plan = label_of(node)
-    return plan is not None and plan.op_class is OpClass.FOLLOW
