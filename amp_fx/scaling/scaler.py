@@ -8,6 +8,7 @@ or changed them: hooks, clipping, DistributedDataParallel, the user. What is wri
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -72,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: the processes that step together; None for the default group.
 
     Raises:
-        ScalerError: a bad name or ``min_scale``.
+        ScalerError: a bad device, name or ``min_scale``.
     """
 
     def __init__(
@@ -88,6 +89,11 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = 2.0**-24,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if not _is_device(device):
+            raise ScalerError(
+                f"device must be a type that torch has, such as 'cuda' or 'cpu'; got {device!r}. It comes first: "
+                "GradScaler('cuda', init_scale=65536.0)."
+            )
         if not isinstance(name, str) or not name:
             raise ScalerError(f"name must be a text; got {name!r}. Graphs find the scaler by it.")
         if not 0.0 <= min_scale <= init_scale:
@@ -286,23 +292,33 @@ class GradScaler(torch.amp.GradScaler):
         _register(self, replace=False)
 
 
+def _is_device(device: object) -> bool:
+    try:
+        return isinstance(device, str) and bool(torch.device(device).type)
+    except RuntimeError:
+        return False
+
+
 _lock = threading.Lock()
-_scalers: weakref.WeakValueDictionary[str, GradScaler] = weakref.WeakValueDictionary()
+#: the living scalers in the order in which they were made
+_scalers: weakref.WeakValueDictionary[int, GradScaler] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def _register(scaler: GradScaler, *, replace: bool) -> None:
     """Makes a scaler findable by its name while it lives; ``replace``: in the place of a living one of that name."""
     UNTRACED.install()
     with _lock:
-        if replace or scaler.name not in _scalers:
-            _scalers[scaler.name] = scaler
+        if replace or scaler.name not in {other.name for other in list(_scalers.values())}:
+            _scalers[next(_numbers)] = scaler
     BEFORE_STEP.listen(_check_step)  # now: a step's closure may be the first that calls a graph
 
 
 def find_scaler(name: str) -> GradScaler:
     """The living scaler that was made last under a name; ScalerError if there is none."""
-    if (scaler := _scalers.get(name)) is None:
-        known = sorted(_scalers.keys())
+    living = dict(sorted(_scalers.items())).values()
+    if (scaler := next((each for each in reversed(living) if each.name == name), None)) is None:
+        known = sorted({each.name for each in living})
         raise ScalerError(
             f"No amp_fx.GradScaler is called {name!r}; known: {', '.join(map(repr, known)) or 'none'}."
             f"{did_you_mean(name, known)} Make one before the first forward, and keep it: "
