@@ -78,6 +78,11 @@ class ScalingWarning(UserWarning):
     """float16 is trained without loss scaling."""
 
 
+def install_hint(extra: str) -> str:
+    """How to install the libraries of an extra: amp_fx is on no registry, so from a checkout."""
+    return f"pip install '.[{extra}]' in a checkout of amp_fx"
+
+
 def did_you_mean(value: str, valid: Iterable[str]) -> str:
     """Returns ``" Did you mean 'policy'?"`` for the nearest valid name, or an empty string."""
     near = difflib.get_close_matches(value, list(valid), n=1, cutoff=0.6)

@@ -25,7 +25,7 @@ from amp_fx.cli.inputs import (
     writable,
 )
 from amp_fx.cli.report_commands import add_command
-from amp_fx.errors import AmpFxError
+from amp_fx.errors import AmpFxError, install_hint
 from amp_fx.exporting.converting import CHOICES
 from amp_fx.exporting.onnx_file import need_onnx, why_not_run, write_onnx
 from amp_fx.graphs.values import tensors
@@ -68,7 +68,7 @@ def add_to(commands: Any) -> None:
     add = add_command(commands, export, "model")
     add("-o", "--output", metavar="FILE", default="model.pt2", help=f"{default}; ends in .pt2")
     add("--aoti", action="store_true", help="also compile: FILE with .aoti.pt2")
-    onnx = "also FILE with .onnx; needs the onnx extra: pip install 'amp_fx[onnx]'"
+    onnx = f"also FILE with .onnx; needs the onnx extra: {install_hint('onnx')}"
     add("--onnx", action="store_true", help=onnx)
     add("--dtype", choices=sorted(DTYPES), default="auto", help=default)
     add("--policy", default="autocast", help="a base and rules, as in options=")

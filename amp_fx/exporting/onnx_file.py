@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from amp_fx._torch import multiplies_int8, quantised_ops
-from amp_fx.errors import ExportError, MissingLibraryError
+from amp_fx.errors import ExportError, MissingLibraryError, install_hint
 from amp_fx.exporting.converting import export
 from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.values import tensors
@@ -59,7 +59,7 @@ def export_onnx(
 def need_onnx(path: str | os.PathLike[str]) -> None:
     """Refuses what would fail after the work: a library that is missing, a folder that cannot be written."""
     if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
-        raise MissingLibraryError(f"ONNX files take {' and '.join(missing)}: pip install 'amp_fx[onnx]'.")
+        raise MissingLibraryError(f"ONNX files take {' and '.join(missing)}: {install_hint('onnx')}.")
     folder = Path(path).absolute().parent
     if not os.access(folder, os.W_OK):
         raise ExportError(f"cannot write {os.fspath(path)!r}: {str(folder)!r} is no folder to write to.")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_fx.errors import MissingLibraryError, OptionsError
+from amp_fx.errors import MissingLibraryError, OptionsError, install_hint
 from amp_fx.scaling import GradScaler
 from amp_fx.settings import Options
 
@@ -33,8 +33,7 @@ def needed(library: str) -> Iterator[None]:
         if error.name is None or error.name.partition(".")[0] != library:
             raise
         raise MissingLibraryError(
-            f"amp_fx.integrations.{library} needs {library}, which is not installed: "
-            f'pip install "amp_fx[{library}]".'
+            f"amp_fx.integrations.{library} needs {library}, which is not installed: {install_hint(library)}."
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.errors import AmpFxError
+from amp_fx.errors import AmpFxError, install_hint
 from amp_fx.reports.counting import FORMATS, Counts
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise AmpFxError(
-            "the figure needs matplotlib: pip install 'amp_fx[plot]'. The numbers do without it."
+            f"the figure needs matplotlib: {install_hint('plot')}. The numbers do without it."
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
