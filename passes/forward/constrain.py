@@ -22,10 +22,10 @@ from amp_fx.policy import OpClass
 class Constrain(Pass):
     """Takes nodes out of the low dtype where their surroundings make it wrong or unsafe.
 
-    Patterns (``HAZARDS`` in ``hazards.py``, each a function with its failing example) move single nodes to ``fp32``. Then tensors
-    that share a storage with something written, or with another output, are tied together: none of them can be
-    re-typed alone, and where an input or two outputs share it, or a call that is not ours writes to it, it keeps its
-    traced dtype.
+    Patterns (``HAZARDS`` in ``hazards.py``, each a function with its failing example) move single nodes to ``fp32``.
+    Then tensors that share a storage with something written, or with another output, are tied together: none of them
+    can be re-typed alone, and where an input or two outputs share it, or a call that is not ours writes to it, it keeps
+    its traced dtype.
 
     Before, low dtype fp16, and after::
 

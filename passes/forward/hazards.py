@@ -78,7 +78,9 @@ def tiny_eps(graph: fx.Graph) -> Hazards:
         smallest = torch.finfo(low).smallest_normal
         added = itertools.chain(constants(node), _written_constants(node, held))
         eps = next((c for c in added if 0 < abs(c) < smallest), None)
-        if eps is not None and any(has_trait(user, Trait.DIVIDES) for user in readers(node, _passes_on, reads)):
+        if eps is not None and any(
+            has_trait(user, Trait.DIVIDES) for user in readers(node, _passes_on, reads)
+        ):
             yield node, Reason.of(Kind.TINY_EPS, eps=eps, low=low)
 
 
