@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from amp_fx._torch import (
     compile_id,
+    for_the_caller,
     graph_break,
     in_disabled_autocast,
     in_inference_mode,
@@ -26,7 +27,7 @@ from amp_fx._torch import (
     refusing_second_derivatives,
 )
 from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
-from amp_fx.errors import SecondDerivativeError
+from amp_fx.errors import OptionsError, PlanError, SecondDerivativeError
 from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
 from amp_fx.graphs.regions import ambient_regions, is_autocast_call, not_ours
 from amp_fx.graphs.values import graph_device, listed_devices
@@ -67,7 +68,10 @@ def amp_fx(
         WeightsError: a gradient is asked for of weights that are stored low.
     """
     graph_arrived()
-    return compile_graph(gm, example_inputs, Options.parse(mode, options))
+    try:
+        return compile_graph(gm, example_inputs, Options.parse(mode, options))
+    except (OptionsError, PlanError) as error:
+        raise for_the_caller(error) from error.__cause__
 
 
 def compile_graph(

@@ -29,7 +29,7 @@ from torch._dynamo import config as _dynamo_config
 from torch._dynamo.backends import registry
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, TorchDynamoException
 from torch._dynamo.output_graph import graph_break_reasons
 from torch._dynamo.utils import counters as _counters
 from torch._guards import CompileContext
@@ -39,7 +39,7 @@ from amp_fx._torch.grouped import forget_grouped_shapes, shape_groups
 
 __all__ = [
     "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "GROUPS", "HOOKS", "UNTRACED", "after_closure",
-    "breaks_since_reset", "compile_id", "copy_of", "given_up", "graph_break", "in_compiled_autograd",
+    "breaks_since_reset", "compile_id", "copy_of", "for_the_caller", "given_up", "graph_break", "in_compiled_autograd",
     "in_inference_mode", "install_all", "is_left_out_in_place", "is_looked_up", "log_artifact",
     "note_inference_mode", "note_mode", "raised_by_backend", "speaks_to_dynamo", "take_over", "unwrapped_errors",
 ]  # fmt: skip
@@ -262,6 +262,13 @@ def raised_by_backend(error: Exception) -> Exception:
     while isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
     return error
+
+
+def for_the_caller(error: Exception) -> Exception:
+    """The same error, of a class that is its own and one that Dynamo hands on as it is: others it wraps."""
+    kind = type(error)
+    passes = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
+    return passes(*error.args, first_useful_frame=None).with_traceback(error.__traceback__)
 
 
 def speaks_to_dynamo(error: Exception) -> bool:
