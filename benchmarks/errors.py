@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from amp_fx.reports.step import zeroed
 from benchmarks.arms import ARMS, Arm, prepare
 from benchmarks.results import arguments, describe, write
 from benchmarks.workloads import WORKLOADS, Workload, make
@@ -42,6 +43,9 @@ def measure(workload: Workload, arms: Sequence[Arm], device: str = "cpu") -> lis
     rows = []
     for arm in arms:
         loss, gradients = _step(workload, arm, device)
+        # too small a share of all gradients to be seen in their error
+        if lost := zeroed(gradients, exact):
+            raise AssertionError(f"{workload.name}, {arm.name}: gradients are zero: {', '.join(lost)}")
         error = distance([gradients[name] for name in exact], list(exact.values()))
         rows.append(Row(workload.name, arm.name, distance([loss], [exact_loss]), error))
     return rows

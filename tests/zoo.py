@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dense
 from examples import hugging_face
 from small_models import Parts
 
@@ -65,31 +66,31 @@ def _classification_loss(outputs: Outputs, batch: Batch) -> Tensor:
     return F.cross_entropy(outputs, batch["target"])
 
 
-def _tokens(seed: int, *shape: int, vocab: int = 128) -> Tensor:
+def tokens(seed: int, *shape: int, vocab: int = 128) -> Tensor:
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _normal(seed: int, *shape: int) -> Tensor:
+def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _images(seed: int) -> Batch:
-    return {"pixel_values": _normal(seed, 4, 3, 32, 32), "labels": _tokens(seed, 4, vocab=4)}
+    return {"pixel_values": normal(seed, 4, 3, 32, 32), "labels": tokens(seed, 4, vocab=4)}
 
 
 def _padded_tokens(*labels: int, vocab: int = 128, ahead: int = 1) -> Callable[[int], Batch]:
     """Batches of sentences of different lengths, and labels of a shape."""
 
     def inputs(seed: int) -> Batch:
-        batch = {"input_ids": _tokens(seed, 4, 32), "attention_mask": hugging_face.padding_mask(4, 32)}
-        return {**batch, "labels": _tokens(seed + ahead, *labels, vocab=vocab)}
+        batch = {"input_ids": tokens(seed, 4, 32), "attention_mask": hugging_face.padding_mask(4, 32)}
+        return {**batch, "labels": tokens(seed + ahead, *labels, vocab=vocab)}
 
     return inputs
 
 
 def _classified(*shape: int) -> Callable[[int], Batch]:
     """Batches of random numbers, each of ten classes."""
-    return lambda seed: {"input": _normal(seed, *shape), "target": _tokens(seed, shape[0], vocab=10)}
+    return lambda seed: {"input": normal(seed, *shape), "target": tokens(seed, shape[0], vocab=10)}
 
 
 # --- Hugging Face transformers: tiny configurations, random weights. ---
@@ -114,8 +115,8 @@ def gpt2() -> Case:
     model = hugging_face.gpt2(layers=2, width=64, heads=2, vocab=128, length=64)
 
     def inputs(seed: int) -> Batch:
-        tokens = _tokens(seed, 4, 32)
-        return {"input_ids": tokens, "labels": tokens}
+        given = tokens(seed, 4, 32)
+        return {"input_ids": given, "labels": given}
 
     return Case(model.train(), inputs, _returned_loss)
 
@@ -188,7 +189,7 @@ def transformer_layer() -> Case:
     layer = nn.TransformerEncoderLayer(64, nhead=2, dim_feedforward=128, dropout=0.0, batch_first=True)
 
     def inputs(seed: int) -> Batch:
-        return {"src": _normal(seed, 4, 16, 64), "target": _normal(seed + 1, 4, 16, 64)}
+        return {"src": normal(seed, 4, 16, 64), "target": normal(seed + 1, 4, 16, 64)}
 
     def run(model: nn.Module, batch: Batch) -> Outputs:
         mask = nn.Transformer.generate_square_subsequent_mask(16, dtype=batch["src"].dtype)
@@ -211,7 +212,7 @@ def lstm() -> Case:
     )
 
     def inputs(seed: int) -> Batch:
-        return {"tokens": _tokens(seed, 8, 4), "target": _tokens(seed + 1, 8, 4, vocab=10)}
+        return {"tokens": tokens(seed, 8, 4), "target": tokens(seed + 1, 8, 4, vocab=10)}
 
     def loss_fn(outputs: Outputs, batch: Batch) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, 1), batch["target"].flatten())
@@ -240,7 +241,7 @@ def gan() -> Case:
     networks = {"generator": generator, "discriminator": discriminator}
 
     def inputs(seed: int) -> Batch:
-        return {"noise": _normal(seed, 8, 32, 1, 1), "real": _normal(seed + 1, 8, 3, 8, 8).tanh()}
+        return {"noise": normal(seed, 8, 32, 1, 1), "real": normal(seed + 1, 8, 3, 8, 8).tanh()}
 
     def run(model: nn.Module, batch: Batch) -> Outputs:
         generator = model.get_submodule("generator")
@@ -259,3 +260,30 @@ def gan() -> Case:
         return discriminator_loss + bce(outputs["for_generator"], real)
 
     return Case(nn.ModuleDict(networks), inputs, loss_fn, parts=tuple(networks), run=run)
+
+
+# --- dense results: see dense.py ---
+
+
+def _dense(build: Callable[[], nn.Module], *shape: int) -> Callable[[], Case]:
+    """A network and random numbers; the loss is the distance of its results, which may be several, from others."""
+
+    def loss_fn(outputs: Outputs, batch: Batch) -> Tensor:
+        found = outputs if isinstance(outputs, list) else [outputs]
+        targets = [normal(at, *each.shape).to(each.dtype) for at, each in enumerate(found)]
+        return torch.stack([F.mse_loss(*pair) for pair in zip(found, targets, strict=True)]).sum()
+
+    return lambda: Case(build(), lambda seed: {"x": normal(seed, *shape)}, loss_fn, run=_call_with_first)
+
+
+CASES |= {
+    "decoder": _dense(dense.decoder, 2, 4, 8, 8),
+    "decoder_bilinear": _dense(functools.partial(dense.decoder, "bilinear", norm=True), 2, 4, 8, 8),
+    "u_net": _dense(dense.UNet, 2, 3, 16, 16),
+    "segmentation": _dense(dense.Segmentation, 2, 3, 32, 32),
+    "depth": _dense(dense.Depth, 2, 3, 16, 16),
+    "super_resolution": _dense(dense.SuperResolution, 2, 3, 8, 8),
+    "pyramid": _dense(dense.Pyramid, 2, 3, 16, 16),
+    "volume": _dense(dense.Volume, 2, 1, 8, 8, 8),
+    "waveform": _dense(dense.Waveform, 2, 1, 64),
+}

@@ -25,7 +25,7 @@ from amp_fx.comparison.running import Compiled, Observed, OneByOne, without_scal
 from amp_fx.errors import AmpFxError, OptionsError, did_you_mean
 from amp_fx.graphs.batches import arguments_of, called
 from amp_fx.notices import only_looking
-from amp_fx.reports.step import Step, apart, loss_of, relative_error
+from amp_fx.reports.step import Step, apart, loss_of, relative_error, zeroed
 from amp_fx.settings import Options
 
 #: references that have a name
@@ -121,8 +121,8 @@ def compare(
         first_nonfinite=not_finite[0] if not_finite else None,
         culprit=None if culprit is None else culprit.module,
         culprit_call=call,
-        healthy=culprit is None and not moved and not not_finite,
-        verdict=verdict(culprit, call, first.not_finite, moved, step.of_outputs),
+        healthy=culprit is None and not moved and not not_finite and not first.zeroed,
+        verdict=verdict(culprit, call, first.not_finite, first.zeroed, moved, step.of_outputs),
         remedy=mended,
         result_error=first.result_error,
         disturbance=first.disturbance,
@@ -215,6 +215,8 @@ class _Boundaries:
         self.result_error = relative_error(self.unobserved, exact)
         #: by how much observing has moved the results
         self.disturbance = relative_error(run.results, self.unobserved)
+        #: parameters without a gradient; it is hardly seen in the error of all together
+        self.zeroed = [] if self.step.of_outputs else zeroed(self.unobserved, exact)
         observed = {graph for graph, _ in self.found}
         #: graphs that are not compared, and why
         self.left_out = traced.left_out + [

@@ -250,7 +250,12 @@ def _call_error(row: NodePlan, here: Distance) -> CallError:
 
 
 def verdict(
-    culprit: Culprit | None, call: CallError | None, not_finite: Sequence[str], moved: float, of_outputs: bool
+    culprit: Culprit | None,
+    call: CallError | None,
+    not_finite: Sequence[str],
+    zeroed: Sequence[str],
+    moved: float,
+    of_outputs: bool,
 ) -> str:
     """What is wrong, in one sentence: at a call of the culprit, in results, or because observing ``moved`` these."""
     if culprit is None and not_finite and of_outputs:
@@ -258,6 +263,9 @@ def verdict(
         return f"What the model returns{place} is not finite, though all values between modules are."
     if culprit is None and not_finite:
         return f"The gradient of {not_finite[0]} is not finite, though all values and their gradients are."
+    if culprit is None and zeroed:
+        more = f" and of {len(zeroed) - 1} more" if len(zeroed) > 1 else ""
+        return f"The gradient of {zeroed[0]}{more} is zero, and not so in the reference."
     if culprit is None and moved:
         return (
             f"No module stands out, but taking the values has moved the results by {moved:.1e}: what was "

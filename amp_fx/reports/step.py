@@ -23,6 +23,8 @@ from amp_fx.graphs.batches import raised
 #: gradients of parameters by name, or outputs by place: fp32, or fp64 where the model is
 Results = dict[str, Tensor]
 
+#: size of a gradient, relative to those of all parameters, below which it may be what is left where it cancels
+_CANCELLED = 2.0**-14
 _NO_GRADIENT = "the loss depends on no parameter that requires a gradient."
 
 
@@ -163,6 +165,15 @@ def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> 
         return 1.0
     ratio = math.sqrt(far / norm) if norm else math.inf
     return math.inf if math.isnan(ratio) else ratio
+
+
+def zeroed(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> list[str]:
+    """Gradients of zero where the exact ones are more than what rounding leaves of one that cancels."""
+    squares = {name: each.double().square().mean().item() for name, each in exact.items() if each.numel()}
+    least = _CANCELLED**2 * sum(squares.values()) / max(len(squares), 1)
+    return [
+        name for name, each in squares.items() if each > least and name in found and not found[name].any()
+    ]
 
 
 def loss_of(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:

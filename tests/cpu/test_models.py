@@ -6,18 +6,14 @@ Of most models code is generated in the slow tests alone: otherwise their graphs
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import zoo
-from amp_fx.reports.step import plain, relative_error
+from arms import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP32, FP64, Arm, Run, run, wrong_gradients
 from graphs import without_inductor
 
 #: of these code is generated in every run
@@ -45,76 +41,8 @@ def generate(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield generates
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way to run a model."""
-
-    compile: Mapping[str, Any] | None = None  # arguments of torch.compile; None: eagerly
-    autocast: torch.dtype | None = None  # of an ambient torch.autocast around the forward and the loss
-    dtype: torch.dtype = torch.float32  # what the model and its floating inputs are converted to first
-
-
-FP64, FP32 = Arm(dtype=torch.float64), Arm()
-AUTOCAST, EAGER_AUTOCAST = Arm({"backend": "inductor"}, torch.bfloat16), Arm(None, torch.bfloat16)
-# profile off: these models are too small to gain, and the built-in profile would keep them in fp32
-AMP_FX = Arm({"backend": "amp_fx", "options": {"profile": "off", "strict": True}})
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one step gave, in the dtypes it came in; the tensors by name."""
-
-    loss: float
-    outputs: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
-    parameters: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-
-    def dtypes(self, part: str) -> dict[str, torch.dtype]:
-        return {name: tensor.dtype for name, tensor in getattr(self, part).items()}
-
-    def error(self, part: str, exact: Run) -> float:
-        """Relative distance from the fp64 run: of the loss, or in L2 over all tensors of another part."""
-        if part == "loss":
-            return abs(self.loss - exact.loss) / max(abs(exact.loss), 1e-12)
-        ours, theirs = getattr(self, part), getattr(exact, part)
-        assert ours.keys() == theirs.keys()
-        # a returned loss is far larger than small logits and would hide their error; it is a part of its own
-        return relative_error(ours, {name: value for name, value in theirs.items() if value.dim()})
-
-
 def _run(case: zoo.Case, arm: Arm, mode: Any) -> Run:
-    """One step of a copy of the model: forward, loss and backward, or without gradients the forward in eval mode."""
-    # Dynamo shares compiled code between all instances of a class, so that without a reset
-    # an arm could run the code that another arm compiled.
-    torch._dynamo.reset()
-    trains = mode is torch.enable_grad
-    model = copy.deepcopy(case.model).to(arm.dtype).train(trains)
-    batch = {
-        name: value.to(arm.dtype) if value.is_floating_point() else value
-        for name, value in case.inputs(0).items()
-    }
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    dynamo = torch._dynamo.config.patch(**case.dynamo) if case.dynamo else contextlib.nullcontext()
-    with dynamo, mode(), torch.autocast("cpu", arm.autocast, enabled=arm.autocast is not None):
-        outputs = case.run(_compiled(case, model, arm), batch)
-        loss = case.loss_fn(outputs, batch)
-    if trains:
-        loss.backward()
-    leaves = tree_leaves_with_path(plain(outputs))
-    named = {keystr(path): leaf.detach() for path, leaf in leaves if isinstance(leaf, Tensor)}
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    return Run(loss.double().item(), named, gradients, parameters, buffers)
-
-
-def _compiled(case: zoo.Case, model: nn.Module, arm: Arm) -> nn.Module:
-    if arm.compile is None:
-        return model
-    if not case.parts:
-        return torch.compile(model, **arm.compile)  # pyright: ignore[reportReturnType]
-    for part in case.parts:
-        model.set_submodule(part, torch.compile(model.get_submodule(part), **arm.compile))  # pyright: ignore[reportArgumentType]
-    return model
+    return run(case, arm, mode)[0]
 
 
 @_models(zoo.CASES)
@@ -130,6 +58,7 @@ def test_training_keeps_dtypes_reaches_every_parameter_and_is_as_accurate_as_aut
     # buffers are running statistics
     for part in ("loss", "outputs", "gradients", "buffers"):
         assert ours.error(part, exact) <= _allowed(autocast.error(part, exact)), part
+    assert not wrong_gradients(ours.gradients, autocast.gradients, exact.gradients)
     assert ours.error("gradients", exact) > _explained_by_fp32(fp32.error("gradients", exact))
 
 
