@@ -43,8 +43,8 @@ __all__ = [
     "OUTLINE", "PARTITIONED", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
     "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "HoldPacked", "InsertCasts",
     "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "LowerTransforms", "MarkMatmuls",
-    "Pass", "PassContext", "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
-    "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
+    "Pass", "PassContext", "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales",
+    "Replay", "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
     "package_passes", "run_in_order", "run_passes",
 ]  # fmt: skip
 
