@@ -41,7 +41,7 @@ _HEADS = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1}
 _LATENT = {"sample_size": 8, "patch_size": 2, "in_channels": 4}
 
 #: name -> class, settings, inputs
-OF_DIFFUSERS: dict[str, tuple[str, dict[str, Any], Callable[[int], Batch]]] = {
+OF_DIFFUSERS: dict[str, tuple[str, dict[str, Any], Callable[[int], Any]]] = {
     "vae": ("AutoencoderKL", _VAE, images(16, "sample")),
     "vae_vq": ("VQModel", {**_VAE, "num_vq_embeddings": 32}, images(16, "sample")),
     "vae_tiny": (

@@ -289,7 +289,7 @@ def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
 
 def stand_in(value: Any) -> Any:
     """A plain fake tensor for one that wraps others, to be made under its fake mode; other values as they are."""
-    if not is_wrapper(value):
+    if not isinstance(value, torch.Tensor) or not is_wrapper(value):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 

@@ -39,7 +39,10 @@ def test_an_error_of_a_custom_op_reaches_the_caller() -> None:
 
 @torch.no_grad()
 def test_an_error_of_linear_algebra_reaches_the_caller() -> None:
-    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+    with pytest.raises(
+        torch.linalg.LinAlgError,  # pyright: ignore[reportPrivateImportUsage]
+        match="not positive-definite",
+    ):
         compiled(lambda x: torch.linalg.cholesky(x) @ x)(-torch.eye(4))
 
 

@@ -149,7 +149,7 @@ def test_writes_through_data_reach_the_value(program: Callable[..., Any]) -> Non
 
 
 def made_plain(m: Any, x: Tensor) -> Tensor:
-    return F.linear(m.plain(x), m.weight).a
+    return F.linear(m.plain(x), m.weight).a  # pyright: ignore
 
 
 def transposed(m: Any, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def added(m: Any, x: Tensor) -> Tensor:
 
 
 def multiplied_twice(m: Any, x: Tensor) -> Tensor:
-    return m.plain(F.linear(F.linear(m.plain(x), m.weight), m.weight).b)
+    return m.plain(F.linear(F.linear(m.plain(x), m.weight), m.weight).b)  # pyright: ignore
 
 
 @pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])

@@ -140,12 +140,12 @@ def test_rows_that_16_bits_cannot_align_stay_in_fp32(shapes: Shapes, call: str) 
 
 def test_a_frame_of_another_backend_still_meets_torchs_refusal() -> None:
     program, given = CALLS["grouped_mm"], (torch.randn(24, 16), torch.randn(4, 16, 32), ENDS)
-    assert torch.compile(program, backend="amp_fx", options=DEFAULTS)(*given).dtype is torch.float32
+    assert torch.compile(program, backend="amp_fx", options={**DEFAULTS})(*given).dtype is torch.float32
     for backend in ("eager", lambda gm, _: gm.forward):
         with pytest.raises(TorchRuntimeError, match="BF16"):
             torch.compile(program, backend=backend)(*given)
     assert (
-        torch.compile(program, backend="amp_fx", options=DEFAULTS, dynamic=True)(*given).dtype
+        torch.compile(program, backend="amp_fx", options={**DEFAULTS}, dynamic=True)(*given).dtype
         is torch.float32
     )
 
@@ -154,7 +154,7 @@ def test_what_the_kernel_refuses_is_refused_while_dynamo_traces() -> None:
     for shapes in (((24, 10), (4, 10, 16)), ((24, 16), (4, 16, 10))):
         given = (*map(torch.randn, shapes), ENDS)
         with pytest.raises(TorchRuntimeError):
-            torch.compile(CALLS["grouped_mm"], backend="amp_fx", options=DEFAULTS)(*given)
+            torch.compile(CALLS["grouped_mm"], backend="amp_fx", options={**DEFAULTS})(*given)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -191,7 +191,7 @@ def mixture() -> tuple[Mixture, tuple[Tensor, Tensor]]:
 def test_copies_of_their_weights_are_kept_and_follow_them() -> None:
     model, given = mixture()
     with torch.inference_mode(), amp_fx.record() as recording:
-        compiled = torch.compile(model, backend="amp_fx", options=DEFAULTS)
+        compiled = torch.compile(model, backend="amp_fx", options={**DEFAULTS})
         before = compiled(*given)
         model.up.mul_(2)
         after, exact = compiled(*given), model(*given)
@@ -203,7 +203,7 @@ def test_copies_of_their_weights_are_kept_and_follow_them() -> None:
 
 def test_any_number_of_tokens_is_one_graph() -> None:
     model, (x, ends) = mixture()
-    compiled = torch.compile(model, backend="amp_fx", options=DEFAULTS, dynamic=True)
+    compiled = torch.compile(model, backend="amp_fx", options={**DEFAULTS}, dynamic=True)
     with amp_fx.record() as recording:
         for tokens in (24, 17, 40):
             given = x.repeat(2, 1)[:tokens], ends.clamp(max=tokens)
@@ -268,7 +268,7 @@ def test_experts_of_transformers_have_one_accuracy_and_share_in_every_implementa
     for implementation in ("batched_mm", "grouped_mm"):
         model.set_experts_implementation(implementation)
         with amp_fx.record() as recording:
-            ours = errors(arm(model, torch.compile(model, backend="amp_fx", options=DEFAULTS)), exact)
+            ours = errors(arm(model, torch.compile(model, backend="amp_fx", options={**DEFAULTS})), exact)
         (plan,) = recording.plans
         assert {row.dtype for row in plan.matmuls} == {torch.bfloat16}
         flops.add(sum(row.flops for row in plan.matmuls))
