@@ -227,7 +227,7 @@ def test_stock_writes_over_a_sparse_gradient() -> None:
     "options", [{}, {"dtype": "float16", "scaler": "tables", "profile": "off"}], ids=["", "scaled"]
 )
 def test_each_sparse_gradient_keeps_its_memory(options: dict[str, Any]) -> None:
-    scaler = amp_fx.GradScaler("tables", init_scale=128.0) if options else None
+    scaler = amp_fx.GradScaler("cpu", 128.0, name="tables") if options else None
     model, ids = tables()
     with amp_fx.record() as recorded:
         assert not wrong(compiled_errors(model, ids, backend="amp_fx", options=options))
