@@ -37,6 +37,21 @@ class Parts(nn.Module):
         return self._call(self, *args)
 
 
+class Mixture(nn.Module):
+    """Two products of experts behind a linear; ``ends`` are the last rows of each, and one."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = F.silu) -> None:
+        super().__init__()
+        self.act = act
+        self.first = nn.Linear(16, 16)
+        self.up = nn.Parameter(torch.randn(4, 32, 16) / 4)
+        self.down = nn.Parameter(torch.randn(4, 16, 32) / 6)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        hidden = self.act(F.grouped_mm(self.first(x), self.up.mT, offs=ends))
+        return F.grouped_mm(hidden, self.down.mT, offs=ends)
+
+
 class UpDown(nn.Module):
     """``down(act(up(x)))``, with a norm after the first linear if that is asked for."""
 

@@ -20,7 +20,7 @@ from amp_fx.targets import find_target
 from amp_fx.targets._torch import enter
 from amp_fx.targets.process import TargetProcess
 from amp_fx.viz.model import drawing
-from small_models import Parts
+from small_models import Mixture, Parts
 from targets import OFF, needs_a_target, process, quick_ones
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
@@ -161,6 +161,14 @@ def test_a_language_model_with_its_default_cache_is_explained(name: str) -> None
     assert [plan.fallback for plan in found.plans] == ["", ""]
     # the attention's four and the head at least
     assert sum(row.dtype is torch.bfloat16 for row in found.plan.nodes if row.flops) > 4
+
+
+def test_products_of_experts_and_their_gradients_run_low() -> None:
+    found = explained(Mixture(), torch.randn(24, 16), torch.tensor([5, 5, 16, 24], dtype=torch.int32))
+    assert [plan.fallback for plan in found.plans] == ["", ""]
+    forward, backward = ([row for row in plan.nodes if row.op == "_grouped_mm"] for plan in found.plans)
+    assert [row.dtype for row in forward + backward] == [torch.bfloat16] * 6
+    assert sum(row.flops for row in backward) == 2 * sum(row.flops for row in forward) > 0
 
 
 def build() -> tuple[nn.Module, tuple[Tensor]]:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import amp_fx
 from amp_fx.plans.label import Kind
 from graphs import DEFAULTS, autocast_in
+from small_models import Mixture
 from targets import quick_ones
 
 pytestmark = pytest.mark.usefixtures("without_inductor")
@@ -34,7 +35,7 @@ FORMS: dict[str, Shapes] = {
 }
 CALLS: dict[str, Callable[..., Tensor]] = {
     "grouped_mm": lambda a, b, ends: F.grouped_mm(a, b, offs=ends),
-    "_grouped_mm": lambda a, b, ends: torch._grouped_mm(a, b, ends),
+    "_grouped_mm": lambda a, b, ends: torch._grouped_mm(a, b, ends),  # pyright: ignore[reportPrivateImportUsage]
     "aten": lambda a, b, ends: torch.ops.aten._grouped_mm.default(a, b, ends),
     "transposed weights": lambda a, b, ends: F.grouped_mm(a, b.mT.contiguous().mT, offs=ends),
     "transposed twice": lambda a, b, ends: F.grouped_mm(
@@ -169,20 +170,6 @@ def test_operations_are_those_of_its_products_one_by_one(form: str) -> None:
 # ---- models ----
 
 
-class Mixture(nn.Module):
-    """Two products of experts behind a linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 16)
-        self.up = nn.Parameter(torch.randn(4, 32, 16) / 4)
-        self.down = nn.Parameter(torch.randn(4, 16, 32) / 6)
-
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        hidden = F.silu(F.grouped_mm(self.first(x), self.up.mT, offs=ends))
-        return F.grouped_mm(hidden, self.down.mT, offs=ends)
-
-
 def mixture() -> tuple[Mixture, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     return Mixture(), (torch.randn(24, 16), ENDS)
@@ -235,8 +222,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"moe_intermediate_size": 24, "num_experts": 4},
     "GptOss": {"num_local_experts": 4},
     "DeepseekV3": {
-        "moe_intermediate_size": 24, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0,
-        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "moe_intermediate_size": 24, "num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 0, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16, "v_head_dim": 16,
     },
     "Olmoe": {"num_experts": 4},
     "Glm4Moe": {"moe_intermediate_size": 24, "n_routed_experts": 4, "first_k_dense_replace": 0},
