@@ -27,8 +27,8 @@ from torch import Tensor
 
 from amp_fx._torch import FakeTensor, known_sizes, size_hint, size_with
 from amp_fx.calibration.ranges import sample_stride
-from amp_fx.graphs.calls import add_input, grad_modes, is_gradient_call, is_parameter, module_path
-from amp_fx.graphs.fake_runs import add_call
+from amp_fx.graphs.calls import add_input, grad_modes, is_gradient_call, is_parameter, module_path, start
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import is_eligible, numel, storage_of, written_storages
 
 #: elements of a value that are compared
@@ -102,7 +102,7 @@ def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, grad
     ``args`` are example values of its inputs; ``gradients``: it will be differentiated, and those are wanted, too.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+    first, work = start(gm.graph), Rewriter(gm.graph)
     differentiable = _differentiable(gm, placeholders, args) if gradients else set()
     taken = [node for node in gm.graph.nodes if node.name in names and is_eligible(node.meta.get("val"))]
     last = placeholders[-1]
@@ -115,9 +115,9 @@ def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, grad
                 last = _zero(node.meta["val"], last, len(zeros))
                 zeros[node.name] = last.meta["val"]
                 readers = set(node.users)
-                value = add_call(gm.graph, aten.add.Tensor, node, last)
+                value = work.call(aten.add.Tensor, node, last)
                 node.replace_all_uses_with(value, delete_user_cb=readers.__contains__)
-            results += _results(gm.graph, value, stride)
+            results += _results(work, value, stride)
     output = gm.graph.output_node()
     output.args = ((*output.args[0], *results),)  # type: ignore[misc]  # a tuple or list
     gm.recompile()
@@ -132,15 +132,12 @@ def _zero(like: FakeTensor, last: fx.Node, number: int) -> fx.Node:
     return add_input(last, f"amp_fx_zero_{number}", zero)
 
 
-def _results(graph: fx.Graph, value: fx.Node, stride: int) -> tuple[fx.Node, fx.Node]:
-    wide = add_call(graph, aten.detach.default, value)
-    if value.meta["val"].dtype is not torch.float32:
-        wide = add_call(graph, aten.to.dtype, wide, torch.float32)
-    every = flat = add_call(graph, aten.reshape.default, wide, [-1])
+def _results(call: Rewriter, value: fx.Node, stride: int) -> tuple[fx.Node, fx.Node]:
+    wide = call.cast(call(aten.detach.default, value), torch.float32)
+    every = flat = call(aten.reshape.default, wide, [-1])
     if stride > 1:
-        every, flat = wide, add_call(graph, aten.slice.Tensor, flat, 0, 0, sys.maxsize, stride)
-    sample = add_call(graph, aten.clone.default, flat)
-    return sample, add_call(graph, aten.amax.default, add_call(graph, aten.abs.default, every))
+        every, flat = wide, call(aten.slice.Tensor, flat, 0, 0, sys.maxsize, stride)
+    return call(aten.clone.default, flat), call(aten.amax.default, call(aten.abs.default, every))
 
 
 def _differentiable(gm: fx.GraphModule, placeholders: Sequence[fx.Node], args: Sequence[Any]) -> set[fx.Node]:

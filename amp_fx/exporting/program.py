@@ -14,10 +14,10 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_fx.errors import InputError, OptionsError
-from amp_fx.graphs.calls import origin, output_nodes
+from amp_fx.graphs.calls import PROGRAM_CAST, output_nodes, start
 from amp_fx.graphs.exported import Inner
-from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.keys import CAST_META, COPY_META, OWN, RECIPE_META, REGION_META, TRACED_META
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import dtypes_and_sizes, is_eligible, storage_of, storages_written_in
 from amp_fx.weights.derived import DerivedInputs
 from amp_fx.widened import identity
@@ -150,7 +150,7 @@ def narrow_ends(
             narrowed[node.name] = low
             node.meta["val"] = value.to(low)
             node.meta.pop("tensor_meta", None)
-            wide = _cast(node, value.dtype, before=_first_call(gm.graph))
+            wide = _cast(node, value.dtype, before=start(gm.graph))
             node.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
     output = gm.graph.output_node()
     ends = list(output.args[0])  # type: ignore[arg-type]  # a tuple
@@ -163,15 +163,11 @@ def narrow_ends(
     return narrowed
 
 
-def _first_call(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
-
-
 def _cast(node: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
     neighbour = next((user for user in node.users if REGION_META in user.meta), node)
-    meta = {**origin(neighbour), CAST_META: True, REGION_META: neighbour.meta.get(REGION_META, {})}
-    with node.graph.inserting_before(before):
-        return add_call(node.graph, torch.ops.aten.to.dtype, node, dtype, meta=meta)
+    work = Rewriter(node.graph, meta={CAST_META: True, REGION_META: neighbour.meta.get(REGION_META, {})})
+    with work.before(before):
+        return work.call(PROGRAM_CAST, node, dtype, like=(neighbour,))
 
 
 class _LowInputsProgram(torch.export.ExportedProgram):
@@ -219,7 +215,7 @@ def new_program(
     for node in gm.graph.find_nodes(op="placeholder"):
         if node.name in narrowed:
             # so that any runtime says which dtype it wants
-            with gm.graph.inserting_before(_first_call(gm.graph)):
+            with gm.graph.inserting_before(start(gm.graph)):
                 dtype = {"dtype": node.meta["val"].dtype}
                 gm.graph.call_function(torch.ops.aten._assert_tensor_metadata.default, (node,), dtype)
     signature = ep.graph_signature

@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload, is_hidden_call
+from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.state import cache_results
 
 
@@ -122,13 +123,15 @@ def functional(op: OpOverload) -> OpOverload | None:
 
 def readers(
     node: fx.Node,
-    passes_on: Callable[[fx.Node], bool],
+    passes_on: Callable[[fx.Node], bool] | None = None,
     reads: Mapping[fx.Node, Iterable[fx.Node]] | None = None,
 ) -> list[fx.Node]:
     """All that reads a value, directly or behind readers that pass it on; these are among the results.
 
-    ``reads``: who reads a node, where that is more than its users.
+    ``passes_on`` says which readers do; None: reshapes, which have every element. ``reads``: who reads a node, where
+    that is more than its users.
     """
+    passes_on = passes_on or (lambda reader: has_trait(reader, Trait.RESHAPES))
     found = dict.fromkeys(node.users if reads is None else reads[node])
     stack = list(found)
     while stack:
@@ -138,6 +141,18 @@ def readers(
             found.update(dict.fromkeys(more))
             stack += more
     return list(found)
+
+
+def behind(node: fx.Node, *traits: Trait) -> fx.Node:
+    """The value behind reshapes, which have every element of it, or behind calls with other traits."""
+    while has_trait(node, *(traits or (Trait.RESHAPES,))):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def start(graph: fx.Graph) -> fx.Node:
+    """The first node that is no input."""
+    return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def target_name(node: fx.Node) -> str:
@@ -165,9 +180,13 @@ def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     return tensor_nodes(gm.graph.output_node().args[0])
 
 
+#: the one form of cast in a captured graph after ``pin_dtypes``, and the one in Inductor's graphs
+PROGRAM_CAST, CAST = torch.ops.aten.to.dtype, torch.ops.prims.convert_element_type.default
+
+
 def is_cast(node: fx.Node) -> bool:
-    """True for ``aten.to.dtype``, the one form of cast in a graph after ``pin_dtypes``."""
-    return node.target is torch.ops.aten.to.dtype
+    """True for a cast of a captured graph."""
+    return node.target is PROGRAM_CAST
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -18,11 +18,12 @@ import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, OpOverload, is_functorch_wrapped
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import origin, output_nodes, pad_by_numbers, where
+from amp_fx.graphs.calls import output_nodes, pad_by_numbers, where
 from amp_fx.graphs.capture import OPAQUE_BODIES
-from amp_fx.graphs.fake_runs import add_call, dtype_under_autocast, fake_arguments
+from amp_fx.graphs.fake_runs import dtype_under_autocast, fake_arguments
 from amp_fx.graphs.keys import REGION_META, TRACED_META
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import LOW_DTYPES, dtypes_and_sizes, in_place_target, is_eligible, tensors
 
 aten = torch.ops.aten
@@ -127,8 +128,9 @@ class _Splice:
         value = operand.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or operand in self._detached:
             return operand
-        meta = {**origin(operand), REGION_META: region}
-        detached = add_call(self._graph, aten.detach.default, operand, meta=meta)
+        detached = Rewriter(self._graph, meta={REGION_META: region}).call(
+            aten.detach.default, operand, like=(operand,)
+        )
         self._detached[detached] = operand
         return detached
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,11 +51,14 @@ def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], Fake
     return args, kwargs, modes[0] if modes else FakeTensorMode()  # type: ignore[return-value]  # of map_arg
 
 
-def run_fake(node: fx.Node) -> Any:
-    """Runs a call on the fake values of its arguments, autocast and gradients off; VerifyError if it does not run."""
-    args, kwargs, mode = fake_arguments(node)
+def run_fake(node: fx.Node, mode: FakeTensorMode | None = None) -> Any:
+    """Runs a call on the fake values of its arguments, autocast and gradients off; VerifyError if it does not run.
+
+    ``mode`` is that of the result of a call that takes no tensors.
+    """
+    args, kwargs, own = fake_arguments(node)
     try:
-        with _on_fakes(mode, autocast_disabled()), _without_warning(node):
+        with _on_fakes(mode or own, autocast_disabled()), _without_warning(node):
             if is_layout(node):
                 # DTensors are plain tensors here
                 return node.meta["val"].to(args[0].dtype)
@@ -66,15 +69,6 @@ def run_fake(node: fx.Node) -> Any:
         )
         call = f"{node.name} = {node.target}({dtypes})"
         raise VerifyError(f"{call} does not run: {error} [{where(node)}]") from error
-
-
-def add_call(
-    graph: fx.Graph, target: Any, *args: Any, meta: Mapping[str, Any] | None = None, **kwargs: Any
-) -> fx.Node:
-    """A call where the graph inserts nodes, with its fake value, and with what ``meta`` has beside."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta = {**(meta or {}), "val": run_fake(node)}
-    return node
 
 
 def fake_values(node: fx.Node) -> list[Any]:

@@ -15,14 +15,13 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import OpOverload, own_op
-from amp_fx.graphs.fake_runs import add_call
+from amp_fx.graphs.calls import CAST
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 
 aten = torch.ops.aten
 
-#: how Inductor's graphs spell a cast
-CAST = torch.ops.prims.convert_element_type.default
 #: elements of a 16-bit piece: half of a megabyte, the second-level cache of today's cores
 _PIECE = 2**18
 #: elements below which calling the library costs what its copy saves
@@ -61,12 +60,10 @@ def is_convert(node: fx.Node) -> bool:
 
 def lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
     """Puts a call that also changes the layout in the place of a cast."""
-    graph = cast.graph
-    with graph.inserting_before(cast):
-        given = cast.all_input_nodes[0], cast.meta["val"].dtype, list(stride)
-        laid_out = add_call(graph, convert_op(), *given, meta=cast.meta)
-    cast.replace_all_uses_with(laid_out)
-    graph.erase_node(cast)
+    work = Rewriter(cast.graph, captured=False)
+    with work.before(cast):
+        laid_out = work.call(convert_op(), cast.all_input_nodes[0], cast.meta["val"].dtype, list(stride))
+    work.replace(cast, laid_out)
 
 
 def is_convolution(node: fx.Node) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 
 from amp_fx._torch import FakeTensor, borrowed, is_wrapper
 from amp_fx.errors import WeightsError
-from amp_fx.graphs.calls import convolves, is_parameter
-from amp_fx.graphs.fake_runs import add_call, is_matmul
+from amp_fx.graphs.calls import convolves, is_parameter, start
+from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import COPY_META
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import storage_of, storages_written_in
 from amp_fx.weights.changes import Fingerprint
 from amp_fx.weights.derived import CacheEntry, DerivedInputs, Input, WeightCache
@@ -79,14 +79,14 @@ def _expand_copies(gm: fx.GraphModule) -> list[fx.Node]:
     graph, before, made = gm.graph, {*gm.graph.nodes}, dict[object, Any]()
     inputs = graph.find_nodes(op="placeholder")
     weights = {node.name: node for node in inputs}
-    first = next(node for node in graph.nodes if node.op != "placeholder")
+    first, work = start(graph), Rewriter(graph)
     for copy in inputs:
         if COPY_META not in copy.meta:
             continue
         weight, (recipe, part) = weights[copy.meta[COPY_META]], recipe_of(copy)
         with graph.inserting_before(first):
             if (weight, recipe) not in made:
-                made[weight, recipe] = recipe.steps(weight, partial(add_call, graph))
+                made[weight, recipe] = recipe.steps(weight, work)
         copy.replace_all_uses_with(made[weight, recipe][part])
         graph.erase_node(copy)
     return [node for node in graph.nodes if node not in before]
@@ -249,7 +249,7 @@ class FrozenGraph:
         graph.output(graph.graph_copy(self._gm.graph, {}))
         gm = fx.GraphModule(self._gm, graph)
         steps, inputs = {*_expand_copies(gm)}, gm.graph.find_nodes(op="placeholder")
-        first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+        first = start(gm.graph)
         for at, weight in zip(self.weights, weights, strict=True):
             node = inputs[at]
             gm.register_buffer(name := f"amp_fx_frozen_{node.name}", borrowed(weight.detach()))

@@ -14,7 +14,6 @@ one for Inductor's caches.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,7 +42,7 @@ from amp_fx.graphs.calls import (
     is_channels_last,
     is_returned,
 )
-from amp_fx.graphs.fake_runs import add_call
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, tensors, writers_in
 from amp_fx.weights.derived import DerivedInputs, derivation
@@ -91,6 +90,7 @@ class _Packer:
 
     def __init__(self, gm: fx.GraphModule, derived: set[fx.Node], *, wide: bool) -> None:
         self._gm, self._graph, self._wide = gm, gm.graph, wide
+        self._work = Rewriter(gm.graph)
         self._programs = gm.graph.find_nodes(op="placeholder")
         self._last = self._programs[-1]
         self._taken: dict[Derived, fx.Node] = {}
@@ -127,7 +127,7 @@ class _Packer:
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         """A step that is derived."""
-        self.derived.add(step := add_call(self._graph, target, *args))
+        self.derived.add(step := self._work.call(target, *args))
         return step
 
     # ---- norms
@@ -162,9 +162,7 @@ class _Packer:
             low = [self._call(aten.to.dtype, value, dtype) for value in both]
             folded = self._graph.node_copy(call)
             folded.args = (args_of(call)[0], *low, *args_of(call)[3:])
-            result = folded
-            if norm.meta["val"].dtype is not folded.meta["val"].dtype:
-                result = add_call(self._graph, aten.to.dtype, folded, norm.meta["val"].dtype)
+            result = self._work.cast(folded, norm.meta["val"].dtype)
         norm.replace_all_uses_with(result)
         for node in filter(None, (norm, cast, call)):
             self._graph.erase_node(node)
@@ -294,7 +292,7 @@ class _Packer:
         """A bias as oneDNN reads it, whatever its strides."""
         if bias is None or bias.meta["val"].is_contiguous():
             return bias
-        add = self._call if bias in self.derived else functools.partial(add_call, self._graph)
+        add = self._call if bias in self.derived else self._work
         with self._graph.inserting_before(reader):
             return add(aten.clone.default, bias)
 

@@ -21,15 +21,14 @@ After::
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
-from amp_fx.graphs.calls import args_of, graph_inputs_of, is_alias, is_cast, is_returned, readers
-from amp_fx.graphs.fake_runs import add_call
+from amp_fx.graphs.calls import args_of, graph_inputs_of, is_alias, is_cast, is_returned, readers, start
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import numel, storage_of, storages_written_in
 from amp_fx.policy.scaled import ZERO_POINT
@@ -61,17 +60,16 @@ def join_linears(graph: fx.Graph, derived: set[fx.Node], packs: Packs) -> None:
     found = [group for group in groups.values() if len(group) > 1]
     if not found:
         return
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
+    with graph.inserting_before(start(graph)):
         # a place that stays, as the first call itself may be joined
-        start = graph.call_function(aten.empty.memory_format, ([],))
+        place = graph.call_function(aten.empty.memory_format, ([],))
     for node in list(graph.nodes):
         # what is computed from weights alone can be computed first
         if node.op == "get_attr" or (node.op == "call_function" and node in derived):
-            start.prepend(node)
+            place.prepend(node)
     for group in found:
-        _join(group, derived, start, written)
-    graph.erase_node(start)
+        _join(group, derived, place, written)
+    graph.erase_node(place)
 
 
 def _is_packed(node: fx.Node, derived: set[fx.Node], packs: Packs) -> bool:
@@ -127,27 +125,23 @@ def write_out_int8(graph: fx.Graph) -> None:
 
     ``torch._int_mm`` calls oneDNN, too. Integers are exact in fp32 up to 2**24.
     """
-    call = partial(add_call, graph)
+    call = Rewriter(graph)
     for node in graph.find_nodes(op="call_function", target=quantised_ops().dequantize_per_channel.default):
         data, scales, *_ = args_of(node)
         if not _is_symmetric(node):
             continue
-        with graph.inserting_before(node):
+        with call.before(node):
             factors = call(aten.view.default, scales, [-1] + [1] * (data.meta["val"].ndim - 1))
-            node.replace_all_uses_with(call(aten.mul.Tensor, data, factors))
-        graph.erase_node(node)
+            call.replace(node, call(aten.mul.Tensor, data, factors))
     for node in graph.find_nodes(op="call_function", target=aten._int_mm.default):
-        with graph.inserting_before(node):
-            product = call(
-                aten.mm.default, *(call(aten.to.dtype, arg, torch.float32) for arg in args_of(node))
-            )
-            node.replace_all_uses_with(call(aten.to.dtype, product, torch.int32))
-        graph.erase_node(node)
+        with call.before(node):
+            product = call(aten.mm.default, *(call.cast(arg, torch.float32) for arg in args_of(node)))
+            call.replace(node, call.cast(product, torch.int32))
 
 
 def write_in_int8(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
     """Has oneDNN multiply by weights what ``torch._int_mm`` does; values become unsigned, which is fast on all CPUs."""
-    call = partial(add_call, graph)
+    call = Rewriter(graph)
     for node in graph.find_nodes(op="call_function", target=aten._int_mm.default):
         value, weight = args_of(node)
         # before it multiplies, oneDNN takes more time than a single row does
@@ -155,28 +149,27 @@ def write_in_int8(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
         is_read = all(is_cast(user) and user.meta["val"].dtype is torch.float32 for user in node.users)
         if is_row or not is_read or not {*graph_inputs_of(weight)}.issubset(weights):
             continue
-        with graph.inserting_before(node):
+        with call.before(node):
             zero = ZERO_POINT if value.meta["val"].dtype is torch.int8 else 0
             if zero:
-                moved = call(aten.add.Tensor, call(aten.to.dtype, value, torch.int32), zero)
-                value = call(aten.to.dtype, moved, torch.uint8)
+                moved = call(aten.add.Tensor, call.cast(value, torch.int32), zero)
+                value = call.cast(moved, torch.uint8)
             turned = call(aten.permute.default, weight, [1, 0])
             # of the weight alone, so that they are constants
             ones = call(aten.new_ones.default, turned, turned.meta["val"].shape[:1], dtype=torch.float32)
             pair = as_floating(value, (1.0, zero), turned, ones, torch.float32, call)
-            node.replace_all_uses_with(call(aten.linear.default, *pair))
-        graph.erase_node(node)
+            call.replace(node, call(aten.linear.default, *pair))
 
 
 def _join(
-    group: list[fx.Node], derived: set[fx.Node], start: fx.Node, written: Collection[int | None]
+    group: list[fx.Node], derived: set[fx.Node], place: fx.Node, written: Collection[int | None]
 ) -> None:
     """Makes one product of several, in the place of the first."""
-    graph, [first, *_] = start.graph, group
+    work, [first, *_] = Rewriter(place.graph), group
 
     def once(target: Any, *args: Any) -> fx.Node:
-        with graph.inserting_before(start):
-            derived.add(made := add_call(graph, target, *args))
+        with work.before(place):
+            derived.add(made := work.call(target, *args))
         return made
 
     weights, biases = [args_of(node)[1] for node in group], [args_of(node)[2:3] for node in group]
@@ -190,29 +183,27 @@ def _join(
     else:
         whole = once(aten.cat.default, weights)
     bias = [once(aten.cat.default, [*own]) for own in zip(*biases, strict=True) if own[0] is not None]
-    with graph.inserting_before(first):
-        product = add_call(graph, aten.linear.default, first.args[0], whole, *bias, meta=first.meta)
+    with work.before(first):
+        product = work.call(aten.linear.default, first.args[0], whole, *bias)
     end = 0
     for node in group:
         begin, end = end, end + node.meta["val"].shape[-1]
-        with graph.inserting_before(node):
-            part = add_call(graph, aten.slice.Tensor, product, -1, begin, end)
+        with work.before(node):
+            part = work.call(aten.slice.Tensor, product, -1, begin, end)
             if storage_of(node) in written or not _may_be_strided(node):
-                part = add_call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
-        node.replace_all_uses_with(part)
-        graph.erase_node(node)
+                part = work.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+        work.replace(node, part)
 
 
 def as_convolution(node: fx.Node, x: fx.Node, kernel: fx.Node, bias: fx.Node | None) -> fx.Node:
     """Has a convolution with a window of one compute a product; rows stand where pixels do."""
-    graph, value = node.graph, node.meta["val"]
-    with graph.inserting_before(node):
-        rows = add_call(graph, aten.reshape.default, x, [1, -1, 1, x.meta["val"].shape[-1]])
-        image = add_call(graph, aten.permute.default, rows, [0, 3, 1, 2])
-        convolved = add_call(graph, aten.conv2d.default, image, kernel, bias, meta=node.meta)
-        rows = add_call(graph, aten.permute.default, convolved, [0, 2, 3, 1])
-        node.replace_all_uses_with(add_call(graph, aten.view.default, rows, [*value.shape]))
-    graph.erase_node(node)
+    call = Rewriter(node.graph)
+    with call.before(node):
+        rows = call(aten.reshape.default, x, [1, -1, 1, x.meta["val"].shape[-1]])
+        image = call(aten.permute.default, rows, [0, 3, 1, 2])
+        convolved = call(aten.conv2d.default, image, kernel, bias)
+        rows = call(aten.permute.default, convolved, [0, 2, 3, 1])
+        call.replace(node, call(aten.view.default, rows, [*node.meta["val"].shape]))
     return convolved
 
 

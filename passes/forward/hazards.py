@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor, OpOverload, kernel_rows, onednn_computes
-from amp_fx.graphs.calls import argument_value, arguments, functional, readers, tensor_arguments
+from amp_fx.graphs.calls import argument_value, arguments, behind, functional, readers, tensor_arguments
 from amp_fx.graphs.keys import TIED
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, numel, sources_in, tensors, written_arguments
@@ -274,8 +274,7 @@ def _constant(node: fx.Node) -> object:
     """The number in a 0-d constant tensor: ``torch.full((), -1e9)``, ``torch.tensor(-1e9)``; else None."""
     if not isinstance(node.meta.get("val"), torch.Tensor) or node.meta["val"].ndim > 0:
         return None
-    while has_trait(node, Trait.UNCHANGED, Trait.CAST):
-        node = node.all_input_nodes[0]
+    node = behind(node, Trait.UNCHANGED, Trait.CAST)
     if node.target in (aten.full.default, aten.scalar_tensor.default):
         return node.args[-1]
     value = getattr(node.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None

@@ -9,9 +9,18 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.calls import argument_value, arguments, grad_modes, is_data, is_layout, tensor_arguments
-from amp_fx.graphs.fake_runs import add_call, fake_values, run_fake
-from amp_fx.graphs.keys import CAST_META, RAN_META, REGION_META, STEP_META
+from amp_fx.graphs.calls import (
+    PROGRAM_CAST,
+    argument_value,
+    arguments,
+    grad_modes,
+    is_data,
+    is_layout,
+    tensor_arguments,
+)
+from amp_fx.graphs.fake_runs import fake_values, run_fake
+from amp_fx.graphs.keys import CAST_META, RAN_META, STEP_META
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import (
     LOW_DTYPES,
@@ -27,8 +36,6 @@ from amp_fx.plans.label import Kind, Label, Takes, label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import device_row
 
-#: what an inserted node takes over from those around it
-_COPIED_META = ("nn_module_stack", "stack_trace", REGION_META)
 #: where type promotion decides, the plan records what the kernel really returns
 _PROMOTING = (OpClass.PROMOTE, OpClass.FOLLOW)
 
@@ -106,10 +113,9 @@ class _Casts:
             return value
         key = (value, dtype, self._writes.get(self._storage.get(value, 0), 0), self._grad_modes[before])
         if key not in self._shared:
-            both = {**before.meta, **value.meta}
-            meta = {CAST_META: True, **{name: both[name] for name in _COPIED_META if name in both}}
-            with self.graph.inserting_before(before):
-                self._shared[key] = add_call(self.graph, torch.ops.aten.to.dtype, value, dtype, meta=meta)
+            work = Rewriter(self.graph, meta={CAST_META: True})
+            with work.before(before):
+                self._shared[key] = work.call(PROGRAM_CAST, value, dtype, like=(value, before))
             self.count += 1
         return self._shared[key]
 
@@ -219,9 +225,9 @@ class _Casts:
 
     def _copy(self, node: fx.Node) -> None:
         """Makes every reader read a copy."""
-        meta = {key: node.meta[key] for key in _COPIED_META if key in node.meta}
-        with self.graph.inserting_after(node):
-            copy = add_call(self.graph, torch.ops.aten.clone.default, node, meta=meta)
+        work = Rewriter(self.graph)
+        with work.after(node):
+            copy = work.call(torch.ops.aten.clone.default, node)
         node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
         self._storage[copy] = self._storage[node]
         if node in self.traced:

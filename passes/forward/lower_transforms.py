@@ -10,10 +10,11 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import is_hooks_switch, nesting_change
-from amp_fx.graphs.fake_runs import add_call
+from amp_fx.graphs.calls import PROGRAM_CAST
 from amp_fx.graphs.fallback import runs
 from amp_fx.graphs.keys import CAST_META, REGION_META, STEP_META
 from amp_fx.graphs.regions import ENTER, EXIT
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible
 from amp_fx.passes.base import Pass, PassContext
@@ -133,8 +134,8 @@ def _switch(states: dict[fx.Node, _State]) -> None:
             continue
         last = node
         for value in leaving:
+            work = Rewriter(graph, meta={STEP_META: True, CAST_META: True})
             with graph.inserting_after(last):
-                last = add_call(graph, torch.ops.aten.to.dtype, value, value.meta["val"].dtype)
-            last.meta[STEP_META] = last.meta[CAST_META] = True
+                last = work.call(PROGRAM_CAST, value, value.meta["val"].dtype)
             value.replace_all_uses_with(last, lambda user, cast=last: user not in states and user is not cast)
         leaving.clear()

@@ -10,10 +10,11 @@ import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import add_input, argument_value, is_cast, is_returned, readers
-from amp_fx.graphs.fake_runs import add_call, run_fake
+from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META, TIED
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_pure, is_view, storage_of, storages_written_in
-from amp_fx.passes.base import CUSTOM, Pass, PassContext, erase
+from amp_fx.passes.base import Pass, PassContext, erase
 from amp_fx.passes.levels.quantise_matmuls import Part, erase_unread
 from amp_fx.plans.label import Kind, Reason, Takes, label_of
 from amp_fx.plans.plan import dtype_name
@@ -242,9 +243,9 @@ def _retype(holder: fx.Node, dtype: torch.dtype) -> None:
 def _widen_rows(lookup: fx.Node) -> None:
     lookup.meta["val"] = run_fake(lookup)
     lookup.meta.pop("tensor_meta", None)
-    kept = {key: lookup.meta[key] for key in ("nn_module_stack", "stack_trace", CUSTOM) if key in lookup.meta}
-    with lookup.graph.inserting_after(lookup):
-        rows = add_call(lookup.graph, aten.to.dtype, lookup, torch.float32, meta={**kept, CAST_META: True})
+    work = Rewriter(lookup.graph, meta={CAST_META: True})
+    with work.after(lookup):
+        rows = work.cast(lookup, torch.float32)
     lookup.replace_all_uses_with(rows, delete_user_cb=lambda user: user is not rows)
     if (plan := label_of(lookup)) is not None:
         plan.dtype = lookup.meta["val"].dtype

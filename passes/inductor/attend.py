@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.fx as fx
 
 from amp_fx._torch import write_as_it_is
 from amp_fx.graphs.calls import argument_value, readers
-from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import PRODUCTS_MARK
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes.base import Pass, PassContext, marked
 from amp_fx.placement.attention import Block, blocks_of
 
@@ -82,9 +81,13 @@ def _readers_of_sums(flash: fx.Node) -> list[fx.Node]:
 
 def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_once: int | None) -> None:
     """Writes the products, and takes the kernel and its backwards out of the graph."""
-    probabilities, out = _forward(flash, low_scores=low_scores, at_once=None if backwards else at_once)
+    write = _Writer(_tensors(flash, 1)[0])
+    with write.before(flash):
+        at_once = None if backwards else at_once
+        probabilities, out = _forward(write, flash, low_scores=low_scores, at_once=at_once)
     for backward in backwards:
-        made = dict(enumerate(_backward(backward, probabilities, out)))
+        with write.before(backward):
+            made = dict(enumerate(_backward(write, backward, probabilities, out)))
         for item in list(backward.users):
             item.replace_all_uses_with(made[item.args[1]])  # type: ignore[index]  # getitem's number
     for item in flash.users:
@@ -107,27 +110,15 @@ def _factor(call: fx.Node) -> float:
     return 1 / math.sqrt(_tensors(call, 1)[0].meta["val"].shape[-1]) if scale is None else scale
 
 
-class _Writer:
-    """Adds calls in front of one; they come from where it does."""
+class _Writer(Rewriter):
+    """Adds calls that compute attention; the heads are those of the query."""
 
-    def __init__(self, before: fx.Node, query: fx.Node) -> None:
-        self._before = before
+    def __init__(self, query: fx.Node) -> None:
+        super().__init__(query.graph, captured=False)
         self._heads = query.meta["val"].shape[1]
-        self._mode = query.meta["val"].fake_mode
 
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self._before.graph.inserting_before(self._before):
-            node = self._before.graph.call_function(target, args, kwargs)
-        node.meta = dict(self._before.meta)
-        # a call without tensors belongs to the mode of the others, too
-        with self._mode:
-            node.meta["val"] = run_fake(node) if node.all_input_nodes else target(*args, **kwargs)
-        return node
-
-    def cast(self, node: fx.Node, dtype: torch.dtype = torch.float32) -> fx.Node:
-        return (
-            node if node.meta["val"].dtype is dtype else self(prims.convert_element_type.default, node, dtype)
-        )
+    def wide(self, node: fx.Node) -> fx.Node:
+        return self.cast(node, torch.float32)
 
     def matrices(self, node: fx.Node) -> fx.Node:
         """``[batch * heads, rows, columns]`` of ``[batch, heads, rows, columns]``, or of a head for several."""
@@ -155,11 +146,11 @@ class _Writer:
     def bmm(self, one: fx.Node, other: fx.Node) -> fx.Node:
         return self(aten.bmm.default, one, other)
 
-    def wide(self, one: fx.Node, other: fx.Node) -> fx.Node:
+    def wide_product(self, one: fx.Node, other: fx.Node) -> fx.Node:
         """The product in fp32: one in 16 bits, and what its rounding lost, which is a product of the same minus it."""
         high = self.bmm(one, other)
         lost = self(aten.baddbmm.default, high, one, other, beta=-1)
-        return self(aten.add.Tensor, self.cast(high), self.cast(lost))
+        return self(aten.add.Tensor, self.wide(high), self.wide(lost))
 
     def shaped(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
         """Matrices as the kernel returns them: four dimensions, in the order of its strides."""
@@ -167,7 +158,7 @@ class _Writer:
         shared = node.meta["val"].shape[0] // (batch * heads)
         if shared > 1:
             # a head that several have read: their gradients are added in fp32
-            parts = self(aten.view.default, self.cast(node), [batch, heads, shared, *matrix])
+            parts = self(aten.view.default, self.wide(node), [batch, heads, shared, *matrix])
             node = self.cast(self(aten.sum.dim_IntList, parts, [2]), like.dtype)
         node = self(aten.view.default, node, list(like.shape))
         order = sorted(range(like.ndim), key=lambda dim: (-like.stride(dim), dim))
@@ -178,14 +169,15 @@ class _Writer:
         return self(aten.permute.default, turned, [order.index(dim) for dim in range(like.ndim)])
 
 
-def _forward(flash: fx.Node, *, low_scores: bool, at_once: int | None) -> tuple[fx.Node, fx.Node]:
+def _forward(
+    write: _Writer, flash: fx.Node, *, low_scores: bool, at_once: int | None
+) -> tuple[fx.Node, fx.Node]:
     """The probabilities of the last block in fp32, ``[heads of it, queries, keys]``, and the kernel's result."""
     query, key, value = _tensors(flash, 3)
-    write = _Writer(flash, query)
     batch, heads, queries, _ = query.meta["val"].shape
     if queries == 1:
         # Inductor reads the keys once, where they lie, and adds up in fp32
-        query, key = write.cast(query), write.cast(key)
+        query, key = write.wide(query), write.wide(key)
         # once, too: it would be worked out for each key, with its rotary embedding
         write_as_it_is(query)
     matrices = write.matrices(query), write.turned(write.matrices(key)), write.matrices(value)
@@ -201,9 +193,9 @@ def _forward(flash: fx.Node, *, low_scores: bool, at_once: int | None) -> tuple[
         start, count = block.sequence * heads + block.head, block.sequences * block.heads
         rows, columns, values = (write.part(each, 0, start, count) for each in matrices)
         if queries == 1 or low_scores:
-            scores = write.cast(write.bmm(rows, columns))
+            scores = write.wide(write.bmm(rows, columns))
         else:
-            scores = write.wide(rows, columns)
+            scores = write.wide_product(rows, columns)
         probabilities = _softmax(flash, write, scores, mask, block)
         outs.append(write.bmm(write.cast(probabilities, value.meta["val"].dtype), values))
     out = outs[0] if len(outs) == 1 else write(aten.cat.default, outs)
@@ -228,7 +220,7 @@ def _softmax(flash: fx.Node, write: _Writer, scores: fx.Node, mask: fx.Node | No
         mask = write.part(mask, -3, block.head, block.heads)
         # in four dimensions to the end: Inductor fuses no loops over three with them
         scores = write(aten.view.default, scores, [block.sequences, block.heads, queries, -1])
-        scores = write(aten.add.Tensor, scores, write.cast(mask))
+        scores = write(aten.add.Tensor, scores, write.wide(mask))
     device = scores.meta["val"].device
     if argument_value(flash, "is_causal"):
         options = {"start": 0, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
@@ -251,16 +243,15 @@ def _softmax(flash: fx.Node, write: _Writer, scores: fx.Node, mask: fx.Node | No
     return write(aten.view.default, probabilities, [block.sequences * block.heads, queries, -1])
 
 
-def _backward(backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[fx.Node]:
+def _backward(write: _Writer, backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[fx.Node]:
     """The gradients of query, key and value."""
     gradient, query, key, value = _tensors(backward, 4)
-    write = _Writer(backward, query)
     factor, low = _factor(backward), value.meta["val"].dtype
     g = write.matrices(gradient)
     # turned first: the forward's cast would be kept for the backward beside the probabilities
     of_value = write.bmm(write.cast(write.turned(probabilities), low), g)
-    of_probabilities = write.wide(g, write.turned(write.matrices(value)))
-    row = write(aten.mul.Tensor, write.cast(gradient), write.cast(out))
+    of_probabilities = write.wide_product(g, write.turned(write.matrices(value)))
+    row = write(aten.mul.Tensor, write.wide(gradient), write.wide(out))
     row = write(aten.sum.dim_IntList, row, [-1], True)
     row = write(aten.view.default, row, [*of_probabilities.meta["val"].shape[:2], 1])
     of_scores = write(aten.mul.Tensor, probabilities, write(aten.sub.Tensor, of_probabilities, row))

@@ -9,12 +9,12 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions, write_as_it_is
-from amp_fx.graphs.calls import readers
+from amp_fx.graphs.calls import CAST, behind, readers
 from amp_fx.graphs.fake_runs import is_matmul, run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.placement.layout import CAST, lay_out, relaid_weight
+from amp_fx.placement.layout import lay_out, relaid_weight
 from amp_fx.policy.table import device_row
 
 aten = torch.ops.aten
@@ -227,10 +227,7 @@ class WriteCasts(Pass):
 
 def _narrows(cast: fx.Node) -> bool:
     """True for a cast to 16 bits of what the graph computes, on a device whose other such casts are fused."""
-    source, value = cast.all_input_nodes[0], cast.meta["val"]
-    while has_trait(source, Trait.RESHAPES):
-        source = source.all_input_nodes[0]
-    is_computed = source.op == "call_function"
+    value, is_computed = cast.meta["val"], behind(cast.all_input_nodes[0]).op == "call_function"
     return is_computed and value.dtype in LOW_DTYPES and device_row(value.device.type).fuses_casts
 
 
@@ -241,7 +238,7 @@ def _is_multiplied_through_views(cast: fx.Node) -> bool:
         return False
     if not all(has_trait(user, Trait.RESHAPES) for user in cast.users):
         return False
-    return any(map(is_matmul, readers(cast, lambda user: has_trait(user, Trait.RESHAPES))))
+    return any(map(is_matmul, readers(cast)))
 
 
 def _is_of_rows_on_cpu(root: fx.Node) -> bool:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.fake_runs import add_call, run_fake
+from amp_fx.graphs.calls import CAST
+from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import RESULT_MARK
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, gradients_in, marked
-from amp_fx.placement.layout import CAST
 from amp_fx.policy.table import device_row
 
 aten = torch.ops.aten
@@ -158,30 +158,30 @@ def _keep_sums(gm: fx.GraphModule) -> int:
 
 def _widen(node: fx.Node) -> fx.Node:
     """The sum of a product in fp32, in the place of its rounded result."""
-    graph, target = node.graph, cast("OpOverload", node.target)
+    target = cast("OpOverload", node.target)
     if target in _WIDE:
         node.target, node.args = _WIDE[target], (*node.args, torch.float32)
         node.meta["val"] = run_fake(node)
         return node
     added, *factors = node.args
-    with graph.inserting_before(node):
-        call = partial(add_call, graph, meta=node.meta)
-        product = call(_ADDING[target], *factors, torch.float32)
-        total = call(aten.add.Tensor, product, call(CAST, added, torch.float32))
-    node.replace_all_uses_with(total)
-    graph.erase_node(node)
+    work = Rewriter(node.graph, captured=False)
+    with work.before(node):
+        product = work.call(_ADDING[target], *factors, torch.float32)
+        total = work.call(aten.add.Tensor, product, work.call(CAST, added, torch.float32))
+    work.replace(node, total)
     return total
 
 
 def _read_wide(node: fx.Node, wide: Collection[fx.Node]) -> None:
     """Runs what a call does with a product in fp32."""
+    work = Rewriter(node.graph, captured=False)
 
     def widened(source: fx.Node) -> fx.Node:
         value = source.meta.get("val")
         is_low = source not in wide and isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES
-        return add_call(node.graph, CAST, source, torch.float32, meta=node.meta) if is_low else source
+        return work.cast(source, torch.float32) if is_low else source
 
-    with node.graph.inserting_before(node):
+    with work.before(node):
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), widened)  # type: ignore[assignment, arg-type]
     node.meta["val"] = run_fake(node)
 
@@ -193,6 +193,7 @@ def _give(node: fx.Node, low: torch.dtype, users: Sequence[fx.Node]) -> None:
         each.replace_all_uses_with(node)
         node.graph.erase_node(each)
     if others := {user for user in users if user not in widened}:
-        with node.graph.inserting_after(node):
-            rounded = add_call(node.graph, CAST, node, low, meta=node.meta)
+        work = Rewriter(node.graph, captured=False)
+        with work.after(node):
+            rounded = work.cast(node, low)
         node.replace_all_uses_with(rounded, delete_user_cb=others.__contains__)

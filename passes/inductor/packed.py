@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from amp_fx._torch import (
     takes_packed_inputs,
     write_as_it_is,
 )
-from amp_fx.graphs.fake_runs import add_call
+from amp_fx.graphs.calls import CAST
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.placement.layout import CAST
 
 aten = torch.ops.aten
 
@@ -128,10 +127,10 @@ def _read_scale(gm: fx.GraphModule, node: fx.Node, name: str) -> None:
     # Inductor would write up to eight elements into the code
     numbers: Any = [1.0 / scale, zero_point] + [0.0] * 14  # type: ignore[operator]  # scale is a number
     gm.register_buffer(name, torch.tensor(numbers, dtype=torch.float32))
+    call = Rewriter(gm.graph, captured=False)
     with gm.graph.inserting_before(node):
         constant = gm.graph.get_attr(name)
         constant.meta["val"] = node.meta["val"].new_empty(16, dtype=torch.float32)
-        call = partial(add_call, gm.graph)
         inverse, zero = (call(aten.slice.Tensor, constant, 0, at, at + 1) for at in range(2))
         wide = call(CAST, value, torch.float32)
         rounded = call(aten.add.Tensor, call(aten.round.default, call(aten.mul.Tensor, wide, inverse)), zero)

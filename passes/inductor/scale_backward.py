@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.fx as fx
 
 from amp_fx._torch import joint_roles, size_hint
-from amp_fx.graphs.fake_runs import add_call
+from amp_fx.graphs.calls import start
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext
@@ -66,30 +66,21 @@ class ScaleBackward(Pass):
         return f"{len(roles.tangents)} gradients enter, {len(restored)} leave"
 
 
-@dataclass
-class _Work:
+class _Work(Rewriter):
     """Adds nodes to one graph's backward; ``scale`` is the placeholder of the loss scale."""
 
-    graph: fx.Graph
-    scale: fx.Node
-
-    def call(self, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
-        meta = {"partitioner_tag": "is_backward"}
-        if like is not None and "stack_trace" in like.meta:
-            meta["stack_trace"] = like.meta["stack_trace"]
-        return add_call(self.graph, target, *args, meta=meta)
+    def __init__(self, graph: fx.Graph, scale: fx.Node) -> None:
+        super().__init__(graph, captured=False, meta={"partitioner_tag": "is_backward"})
+        self.scale = scale
 
     def enter(self, tangent: fx.Node) -> None:
         """Case 1."""
         if not tangent.users or not _is_differentiable(tangent):
             return
         dtype, users = tangent.meta["val"].dtype, list(tangent.users)
-        # before the first node that is no placeholder: the forward does not care
-        first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        with self.graph.inserting_before(first):
-            scaled = self.call(aten.mul.Tensor, tangent, self._scale(tangent))
-            if scaled.meta["val"].dtype is not dtype:
-                scaled = self.call(prims.convert_element_type.default, scaled, dtype)
+        # in front of the forward, which does not care
+        with self.graph.inserting_before(start(self.graph)):
+            scaled = self.cast(self.call(aten.mul.Tensor, tangent, self._scale(tangent)), dtype)
         for user in users:
             user.replace_input_with(tangent, scaled)
 
@@ -107,10 +98,7 @@ class _Work:
     def _divide(self, node: fx.Node) -> fx.Node:
         dtype = node.meta["val"].dtype
         wide = _before_widening(node)
-        restored = self.call(aten.div.Tensor, wide, self._scale(wide), like=node)
-        if restored.meta["val"].dtype is not dtype:
-            restored = self.call(prims.convert_element_type.default, restored, dtype, like=node)
-        return restored
+        return self.cast(self.call(aten.div.Tensor, wide, self._scale(wide), like=(node,)), dtype)
 
     def _scale(self, node: fx.Node) -> fx.Node:
         """The scale on the node's device, with as many dimensions: a 16-bit operand then does not outrank it."""

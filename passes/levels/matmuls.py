@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import is_cast, values_read
+from amp_fx.graphs.calls import CAST, is_cast, values_read
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import LOW_DTYPES, PLACED_DTYPES
 from amp_fx.passes.base import PassContext, gradients_in, marked
-from amp_fx.placement.layout import CAST
 from amp_fx.plans.label import Kind, Label, label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
-from amp_fx.graphs.calls import is_cast, values_read
+from amp_fx.graphs.calls import CAST, PROGRAM_CAST, is_cast, values_read
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import additions_of, is_convolved, is_view, storage_of, writers_in, written_storages
 from amp_fx.passes.base import Pass, PassContext, erase
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
-from amp_fx.placement.layout import CAST
 from amp_fx.plans.label import label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import Implementation, Level
@@ -27,8 +27,16 @@ from amp_fx.widened import held_pair
 
 aten = torch.ops.aten
 
-#: captured graphs have the ops of programs
-_OF_PROGRAMS = {CAST: aten.to.dtype, aten.view.default: aten.reshape.default}
+
+class _CapturedRewriter(Rewriter):
+    """Adds steps to a captured graph, which has the ops of programs."""
+
+    _OPS: ClassVar = {CAST: PROGRAM_CAST, aten.view.default: aten.reshape.default}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return super().call(self._OPS.get(target, target), *args, **kwargs)
+
+    __call__ = call
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class QuantiseMatmuls(Pass):
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         work: Quantiser = (
-            Quantiser(gm.graph)
+            Quantiser(Rewriter(gm.graph, captured=False))
             if self.joint
             else _CapturedQuantiser(gm.graph, self.stored, context.weight_bits)
         )
@@ -125,7 +133,7 @@ class _CapturedQuantiser(Quantiser):
     """Adds nodes to one captured graph, in which somebody may write to values, and weights may be stored as copies."""
 
     def __init__(self, graph: fx.Graph, stored: bool, bits: int) -> None:
-        super().__init__(graph)
+        super().__init__(_CapturedRewriter(graph, meta={STEP_META: True}))
         self._stored, self._bits = stored, bits
         self._writers = writers_in(graph)
         #: what convolutions read, and otherwise only additions -> the scale and the bytes, once a convolution has them
@@ -151,17 +159,17 @@ class _CapturedQuantiser(Quantiser):
         for addition in additions:
             # what is added to it may be wider, or be written to
             dtype = addition.meta["val"].dtype
-            with self._graph.inserting_before(addition):
+            with self._call.before(addition):
                 addition.replace_input_with(source, whole(data, scale, self._call))
             addition.meta["val"] = run_fake(addition)
             if addition.meta["val"].dtype is dtype:
                 continue
-            with self._graph.inserting_after(addition):
+            with self._call.after(addition):
                 rounded = self._call(CAST, addition, dtype)
             addition.replace_all_uses_with(rounded, lambda reader, rounded=rounded: reader is not rounded)
         pools = source.target is aten.max_pool2d.default
         if pools and len((before := source.all_input_nodes[0]).users) == 1:
-            with self._graph.inserting_before(source):
+            with self._call.before(source):
                 made = self._rounded(before, scale)
                 source.replace_input_with(before, whole(made, scale, self._call))
             source.meta["val"] = run_fake(source)
@@ -196,8 +204,7 @@ class _CapturedQuantiser(Quantiser):
     ) -> None:
         """The same with the scale and zero point that a plan has for the value, which keeps its dimensions."""
         node, (operand, matrix) = matmul.node, matmul.operands
-        self._like = node
-        with self._graph.inserting_before(node):
+        with self._call.before(node):
             key = operand.source, scale
             if key not in self.copies or self._is_written(operand.source):
                 data = self._rounded(operand.source, scale)
@@ -268,8 +275,3 @@ class _CapturedQuantiser(Quantiser):
     def _is_written(self, source: fx.Node) -> bool:
         storage = storage_of(source)
         return storage in self._writers and source < self._writers[storage][-1]
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = super()._call(_OF_PROGRAMS.get(target, target), *args, **kwargs)
-        node.meta[STEP_META] = True
-        return node

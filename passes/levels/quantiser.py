@@ -7,25 +7,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.fake_runs import add_call
-from amp_fx.graphs.keys import REGION_META
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes.levels.matmuls import Matmul, Operand
 from amp_fx.passes.levels.place_levels import level_of
 from amp_fx.policy.levels import FORWARD, Implementation, Level, Scale
 from amp_fx.policy.scaled import Product, block_scales, scale_of, scaled
 
 aten = torch.ops.aten
-
-#: what new nodes take over from the matmul that needs them first
-_META = (
-    "ac_graph_id",
-    "fwd_nn_module_stack",
-    "nn_module_stack",
-    "partitioner_tag",
-    "recompute",
-    "stack_trace",
-    REGION_META,
-)
 
 
 class WithScale(NamedTuple):
@@ -46,19 +34,18 @@ class Quantiser:
         copies: source, dtype and what its scales stand for -> the copy.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, work: Rewriter) -> None:
         self.copies: dict[object, WithScale] = {}
-        self._graph = graph
+        self._graph, self._call = work.graph, work
         self._matrices: dict[object, fx.Node] = {}
-        #: of the matmul that nodes are added for: itself, whether it is one of the forward, and what was added
-        self._like, self._in_forward, self._added = graph.output_node(), True, list[fx.Node]()
+        #: whether the matmul that nodes are added for is one of the forward
+        self._in_forward = True
 
     def multiply(self, matmul: Matmul, level: Level, way: Implementation) -> None:
         """Makes a low matmul one of operands with scales."""
-        node = self._like = matmul.node
-        self._in_forward, self._added = matmul.role == FORWARD, []
+        node, self._in_forward = matmul.node, matmul.role == FORWARD
         pairs = [(operand, level_of(operand, level)) for operand in matmul.operands]
-        with self._graph.inserting_before(node):
+        with self._call.before(node):
             copies = [self._copy(operand, each, way) for operand, each in pairs]
             first, second = (self._matrix(copy, *pair) for copy, pair in zip(copies, pairs, strict=True))
             columns = self._call(aten.permute.default, second, [1, 0])
@@ -88,7 +75,7 @@ class Quantiser:
             dtype = way.value
         key = operand.source, dtype, level.scale, operand.layout if level.by_row else ""
         if key not in self.copies or self._is_written(operand.source):
-            first = len(self._added)
+            first = len(self._call.added)
             self.copies[key] = self._made(operand, dtype, level)
             if operand.source.op == "placeholder" and not self._in_forward:
                 self._make_in_backward(first)
@@ -131,7 +118,7 @@ class Quantiser:
         stays = operand.lies_in_rows or self._in_forward or operand.source.op != "placeholder"
         if stays or copy.scale is None:
             return self._in_rows(self._viewed(copy.data, operand))
-        first = len(self._added)
+        first = len(self._call.added)
         value = self._viewed(operand.source, operand)
         scale = self._call(aten.view.default, copy.scale, [])
         rows = self._in_rows(scaled(value, scale, copy.data.meta["val"].dtype, self._call)[0])
@@ -144,14 +131,14 @@ class Quantiser:
         That takes no memory in between: the input is there. Of other values the partitioner knows what is kept, and
         makes copies again from that: the backward reads their sources for other reasons.
         """
-        for step in self._added[first:]:
+        for step in self._call.added[first:]:
             if "recompute" not in step.meta:
                 step.meta["partitioner_tag"] = "must_be_in_backward"
 
     def _viewed(self, node: fx.Node, operand: Operand) -> fx.Node:
         """The operand's matrix, of its source or of what has the elements of the source."""
         for view in operand.views:
-            node = self._call(view.target, node, *view.args[1:], **view.kwargs)
+            node = self._call(view.target, node, *view.args[1:], **dict[str, Any](view.kwargs))
         return self._call(aten.permute.default, node, [1, 0]) if operand.transposed else node
 
     def _in_rows(self, node: fx.Node) -> fx.Node:
@@ -190,8 +177,3 @@ class Quantiser:
     def _is_written(self, source: fx.Node) -> bool:
         """True where somebody writes to the value: then nobody shares its copy."""
         return False
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        meta = {key: self._like.meta[key] for key in _META if key in self._like.meta}
-        self._added.append(add_call(self._graph, target, *args, meta=meta, **kwargs))
-        return self._added[-1]

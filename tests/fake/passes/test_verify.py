@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from amp_fx import PassError, VerifyError
-from amp_fx.graphs.fake_runs import add_call
 from amp_fx.graphs.keys import STEP_META
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes import FuseCasts, Pass, PassContext, Verify, run_passes
 from amp_fx.plans.label import label_of
 from graphs import PIPELINE, captured, run_until
@@ -68,7 +68,7 @@ def test_a_call_that_reads_a_step_of_another_dtype_is_named() -> None:
     gm = run_until(FuseCasts, lambda x, w: (x @ w).relu().sin(), torch.randn(4, 4), torch.randn(4, 4)).gm
     (relu,) = gm.graph.find_nodes(op="call_function", target=aten.relu.default)
     with gm.graph.inserting_before(relu):
-        step = add_call(gm.graph, aten.to.dtype, relu.args[0], torch.float16, meta={STEP_META: True})
+        step = Rewriter(gm.graph, meta={STEP_META: True}).call(aten.to.dtype, relu.args[0], torch.float16)
     relu.args = (step,)
     refused(gm, r"relu .*torch\.float16.*torch\.float32")
 
