@@ -33,7 +33,7 @@ from amp_fx._torch import (
 from amp_fx.errors import PassError
 from amp_fx.graphs.calls import add_input, convolves, dotted_path
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
-from amp_fx.graphs.keys import LEVEL, PRODUCTS_MARK, RESULT_MARK
+from amp_fx.graphs.keys import ATTENTION_MARK, LEVEL, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
 from amp_fx.graphs.values import graph_devices, raises, writes_to_shared_inputs
 from amp_fx.passes import (
@@ -46,10 +46,9 @@ from amp_fx.passes import (
     joint_passes,
     run_in_order,
 )
-from amp_fx.passes.base import mark_because
+from amp_fx.passes.base import mark_where
 from amp_fx.placement.attention import SCORES_AT_ONCE
 from amp_fx.placement.layout import convert_op
-from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard
 from amp_fx.policy.levels import Level, is_narrow
@@ -258,10 +257,8 @@ def lower(
 ) -> Callable[..., Any]:
     """Compiles a graph with Inductor, rewritten or as Dynamo made it; ``place`` says afterwards what it chose."""
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
-    wide_results = mark_because(gm, Kind.WIDE_RESULT, RESULT_MARK)
-    products, low_products = (
-        mark_because(gm, kind, PRODUCTS_MARK) for kind in (Kind.PRODUCTS, Kind.LOW_PRODUCTS)
-    )
+    wide_results = mark_where(gm, RESULT_MARK, lambda label: label.result_dtype)
+    attention = mark_where(gm, ATTENTION_MARK, lambda label: label.computed_by)
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
     devices = graph_devices(gm)
@@ -270,9 +267,8 @@ def lower(
         opts.numerics,
         scale=None if scaled is None else ScaleBackward(scaled.inputs),
         levels=place,
-        wide_results=wide_results,
-        products=products,
-        low_products=low_products,
+        wide_results=tuple(name for name, _ in wide_results),
+        attention=attention,
         scores_at_once=SCORES_AT_ONCE * torch.get_num_threads(),
     )
     own = {**hook("joint", joint, opts.inductor), **hook("post_grad", PARTITIONED, opts.inductor)}

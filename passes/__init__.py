@@ -105,15 +105,13 @@ def joint_passes(
     scale: ScaleBackward | None = None,
     levels: PlaceLevels | None = None,
     wide_results: tuple[str, ...] = (),
-    products: tuple[str, ...] = (),
-    low_products: tuple[str, ...] = (),
+    attention: tuple[tuple[str, str], ...] = (),
     scores_at_once: int | None = None,
 ) -> tuple[Pass, ...]:
     """The passes on Inductor's joint graph, in order.
 
-    ``wide_results``, ``products``, ``low_products`` are marked calls: whose results a rule has in fp32, and attention
-    that is written as two products around a softmax, of scores in fp32 or in 16 bits. In inference these are taken in
-    blocks of heads, with so many ``scores_at_once``.
+    ``wide_results`` are marked calls whose results a rule has in fp32, ``attention`` others with their implementation.
+    Two products around a softmax are taken in blocks of heads in inference, with so many ``scores_at_once``.
     """
     passes: list[Pass] = [] if scale is None else [scale]
     if levels is not None:
@@ -122,7 +120,7 @@ def joint_passes(
     if is_measured:
         passes.append(SeparateOutputs())
     passes += [
-        Attend(products + low_products, low_products, scores_at_once),
+        Attend(attention, scores_at_once),
         LayOutGradients(),
         GemmEpilogue(wide_results),
     ]

@@ -14,8 +14,9 @@ import abc
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch.fx as fx
 
@@ -24,7 +25,7 @@ from amp_fx.errors import PassError, PlanError
 from amp_fx.graphs.keys import GONE, MARK, REGION_META
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.label import Kind, label_of
+from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import add_graph, node_plan, row_label
 from amp_fx.policy import Policy
@@ -134,14 +135,19 @@ def mark(node: fx.Node, key: str, name: str) -> None:
     node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), key: name}
 
 
-def mark_because(gm: fx.GraphModule, kind: Kind, key: str) -> tuple[str, ...]:
-    """Marks the low calls that have a reason of this kind; returns their names, by which a pass sees the marks."""
+def mark_where(gm: fx.GraphModule, key: str, says: Callable[[Label], Any]) -> tuple[tuple[str, Any], ...]:
+    """Marks the low calls of whose label ``says`` gives a value; returns their names with the values.
+
+    A pass on Inductor's graphs takes these as a field: a mark alone is in no key of a cache.
+    """
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     rows = [(node, row) for graph in graphs for node in graph.nodes if (row := label_of(node)) is not None]
-    found = [(node, row.name) for node, row in rows if row.is_because(kind) and row.dtype in LOW_DTYPES]
-    for node, name in found:
+    found = [
+        (node, row.name, value) for node, row in rows if row.dtype in LOW_DTYPES and (value := says(row))
+    ]
+    for node, name, _ in found:
         mark(node, key, name)
-    return tuple(name for _, name in found)
+    return tuple((name, value) for _, name, value in found)
 
 
 def marked(node: fx.Node, key: str = MARK) -> str | None:

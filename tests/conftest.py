@@ -15,7 +15,7 @@ import amp_fx
 import amp_fx.compiling
 from amp_fx._torch import multiplies_int8, onednn_computes
 from amp_fx.errors import PassError
-from amp_fx.graphs.keys import MARK, PRODUCTS_MARK, RESULT_MARK
+from amp_fx.graphs.keys import ATTENTION_MARK, MARK, RESULT_MARK
 from amp_fx.passes import Pass, PassContext
 from amp_fx.passes.base import CUSTOM
 from amp_fx.placement.devices import builtin
@@ -123,6 +123,7 @@ def _only_keyed() -> Iterator[None]:
 
     def guarded(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
         marks = {name for step in pipeline for name in getattr(step, "marks", ())}
+        marks |= {name for step in pipeline for name, _ in getattr(step, "computed_by", ())}
 
         def shown(key: str, value: Any) -> Any:
             if key == CUSTOM and isinstance(value, dict):
@@ -148,7 +149,7 @@ class _Marks(dict[str, Any]):
     """Of what is in ``node.meta["custom"]``, the marks that are in a uuid."""
 
     def __init__(self, whole: dict[str, Any], marks: Collection[str]) -> None:
-        keys = (MARK, RESULT_MARK, PRODUCTS_MARK)
+        keys = (MARK, RESULT_MARK, ATTENTION_MARK)
         super().__init__({key: whole[key] for key in keys if whole.get(key) in marks})
         self.whole = whole
 

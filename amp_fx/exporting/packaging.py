@@ -24,7 +24,7 @@ from amp_fx.errors import OptionsError, PassError
 from amp_fx.exporting.converting import REPORT_FILE
 from amp_fx.exporting.program import new_program, weights_of
 from amp_fx.graphs.exported import adopt
-from amp_fx.graphs.keys import PLAN_META, PRODUCTS_MARK, REGION_META
+from amp_fx.graphs.keys import ATTENTION_MARK, PLAN_META, REGION_META
 from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in
 from amp_fx.passes import HoldPacked, PassContext, joint_passes, package_passes
 from amp_fx.passes.base import mark
@@ -32,7 +32,6 @@ from amp_fx.passes.forward.choose_attention import choice
 from amp_fx.placement.attention import SCORES_AT_ONCE
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import is_narrow
@@ -91,8 +90,9 @@ def package(
             program, hold = _packed(program)
         calls = program.graph.find_nodes(op="call_function", target=_ATTENTION)
         before = {node: {**node.meta} for node in calls}
-        products = _attention(plan, calls, resolve(profile, "cpu"))
-        joint = joint_passes({"cpu"}, scores_at_once=SCORES_AT_ONCE * torch.get_num_threads(), **products)
+        attention = _attention(plan, calls, resolve(profile, "cpu"))
+        scores = SCORES_AT_ONCE * torch.get_num_threads()
+        joint = joint_passes({"cpu"}, attention=attention, scores_at_once=scores)
         given |= {**hook("joint", joint, given), **hook("post_grad", package_passes(hold), given)}
     try:
         compile_package(program, path, given)
@@ -134,22 +134,25 @@ def _written(program: torch.export.ExportedProgram) -> list[str]:
     return named + [held[node.name] for node in inputs if node.name in held and storage_of(node) in written]
 
 
-def _attention(plan: Plan, calls: list[fx.Node], profile: DeviceProfile | None) -> dict[str, Any]:
-    """Marks calls that may be written as products, and names those that are, for :func:`joint_passes`."""
+def _attention(
+    plan: Plan, calls: list[fx.Node], profile: DeviceProfile | None
+) -> tuple[tuple[str, str], ...]:
+    """Marks calls in bf16, and says what computes each, for :func:`joint_passes`."""
     rows = {row.name: row for row in plan.nodes}
     context = PassContext(Policy.parse(plan.policy), profile=profile)
-    names: dict[Kind, list[str]] = {Kind.PRODUCTS: [], Kind.LOW_PRODUCTS: [], Kind.FLASH: []}
+    found: list[tuple[str, str]] = []
     for node in calls:
         if node.meta["val"].dtype is not torch.bfloat16:
             continue
         row = rows.get(node.name)
-        planned = [reason for reason in (row.reasons if row is not None else ()) if reason.kind in names]
         rule = None if row is None else context.policy.rule_for(row.op, row.module_path)
-        reason = planned[-1] if planned else choice(node, rule, context)
-        logger.debug("%s: %s", node.name, reason)
-        names[reason.kind].append(node.name)
-        mark(node, PRODUCTS_MARK, node.name)
-    return {"products": tuple(names[Kind.PRODUCTS]), "low_products": tuple(names[Kind.LOW_PRODUCTS])}
+        how, why = choice(node, rule, context)
+        if row is not None and row.computed_by:
+            how, why = row.computed_by, "as the plan has it"
+        logger.debug("%s by %s: %s", node.name, how, why)
+        found.append((node.name, how))
+        mark(node, ATTENTION_MARK, node.name)
+    return tuple(found)
 
 
 def _packed(program: torch.export.ExportedProgram) -> tuple[torch.export.ExportedProgram, HoldPacked]:

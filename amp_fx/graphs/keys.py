@@ -53,5 +53,5 @@ BUDGET = "amp_fx_level_budget"
 MARK = "amp_fx_may_run_below"
 #: product whose result a rule has in fp32 -> its name in the plan
 RESULT_MARK = "amp_fx_result"
-#: attention that is written as two products around a softmax -> its name in the plan
-PRODUCTS_MARK = "amp_fx_products"
+#: attention of which an implementation was chosen -> its name in the plan
+ATTENTION_MARK = "amp_fx_attention"

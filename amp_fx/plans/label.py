@@ -102,18 +102,6 @@ class Kind(str, enum.Enum):
     STORED_TABLE = "stored-table", "the table is stored in {dtype}, its rows are widened"
 
 
-#: what :mod:`amp_fx.passes.forward.constrain` finds
-HAZARDS = frozenset(
-    {
-        Kind.SCALAR_RANGE,
-        Kind.TINY_EPS,
-        Kind.EXP_SUM,
-        Kind.POSITIONS,
-        Kind.NO_KERNEL,
-        Kind.ADDS_LOW,
-        Kind.BITS,
-    }
-)
 #: what rounding a call costs in accuracy
 SENSITIVITY = frozenset(
     {Kind.ROUNDING_ADDS, Kind.ROUNDING_WOULD_ADD, Kind.ROUNDING_ADDS_UP_TO, Kind.ROUNDING_OVERFLOWS}
@@ -162,6 +150,9 @@ class Label:
     takes: str = Takes.TRACED
     own_dtype_slots: tuple[str, ...] = ()
     pinned: torch.dtype | None = None
+    result_dtype: torch.dtype | None = None
+    computed_by: str = ""
+    hazard: bool = False
     levels: dict[str, str] = field(default_factory=dict)
     scales: dict[str, tuple[float, int]] = field(default_factory=dict)
 

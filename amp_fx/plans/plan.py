@@ -19,12 +19,12 @@ from amp_fx._torch import nesting_change
 from amp_fx.errors import PlanError
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.plans.files import SchemaError, as_data, decode_file, dtype_name, parse_object, write_text
-from amp_fx.plans.label import Kind, Label, Reason
+from amp_fx.plans.label import Label, Reason
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import Level
 
 #: of a file; the version is bumped when the JSON form changes incompatibly
-_HEADER = {"version": 4}
+_HEADER = {"version": 5}
 
 
 @dataclass(kw_only=True)
@@ -49,6 +49,11 @@ class NodePlan(Label):
         takes: how arguments are taken, a value of :class:`amp_fx.plans.label.Takes`.
         own_dtype_slots: arguments that keep a dtype of their own.
         pinned: dtype that the result must have at once, because others share its storage or a rule says so.
+        result_dtype: fp32 where a kernel reads operands in ``dtype`` and returns its sum as it is; else None.
+        computed_by: of attention on a CPU its implementation: ``"flash"``, ``"products"`` around a softmax, or
+            ``"products_low"``, whose scores are in 16 bits; ``"autocast"`` inside a transform of ``torch.func`` where
+            autocast places the casts; else empty.
+        hazard: True where the call is wrong in a low dtype, so that nothing lowers it.
         levels: of a matmul where a policy below 16 bits has chosen: role -> the level in which it multiplies,
             ``{"forward": "rowwise", "gradient of its input": "bfloat16", ...}``.
         scales: of a matmul in int8 whose scales were measured: ``{"input": (scale, zero point)}``, so that a value is
@@ -216,9 +221,7 @@ class Plan:
     @property
     def changed(self) -> bool:
         """True when amp_fx changed anything: an untouched graph is compiled as Dynamo made it."""
-        written = any(
-            row.is_because(Kind.PRODUCTS, Kind.LOW_PRODUCTS, Kind.TRANSFORMED) for row in self.nodes
-        )
+        written = any(row.computed_by not in ("", "flash") for row in self.nodes)
         below = any(row.levels_below for row in self.nodes)
         return written or below or any(cast.inserted for cast in self.casts)
 

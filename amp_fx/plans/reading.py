@@ -18,7 +18,7 @@ from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import CAST_META, COPY_META, GONE, STEP_META
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, numel, tensors
-from amp_fx.plans.label import Kind, Label, label_of
+from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.policy.levels import is_narrow
 
@@ -64,7 +64,6 @@ def node_plan(
     results = tensors(node.meta.get("val"))
     read, matmul = _read(node)
     shape = _shape(results[0]) if results else ()
-    wide = torch.float32 if label.is_because(Kind.WIDE_RESULT) else None
     floating = [] if is_view(node) else [value for value in results if value.is_floating_point()]
     operands = tuple(
         _shape(value) for source in read if is_eligible(value := source.meta.get("val")) or is_narrow(value)
@@ -77,7 +76,7 @@ def node_plan(
     return NodePlan(
         **vars(label),
         shape=shape,
-        bytes=sum(numel(value) * (wide or value.dtype).itemsize for value in floating),
+        bytes=sum(numel(value) * (label.result_dtype or value.dtype).itemsize for value in floating),
         flops=0 if key is None else seen[key],
         inputs=(*(f"{path}{source.name}" for source in dict.fromkeys(read)), *also_read),
         operands=operands,

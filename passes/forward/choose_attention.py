@@ -14,6 +14,9 @@ from amp_fx.placement.attention import PAYS, Attention, operands, refusal, singl
 from amp_fx.plans.label import Kind, Reason, label_of
 from amp_fx.policy.rules import Rule
 
+#: implementation -> the kind of its reason
+_KINDS = {"flash": Kind.FLASH, "products": Kind.PRODUCTS, "products_low": Kind.LOW_PRODUCTS}
+
 
 @dataclass(frozen=True)
 class ChooseAttention(Pass):
@@ -44,30 +47,29 @@ class ChooseAttention(Pass):
             plan = label_of(node)
             if plan is None or plan.dtype is not torch.bfloat16 or node.meta["val"].device.type != "cpu":
                 continue
-            reason = choice(node, context.policy.rule_for(plan.op, plan.module_path), context)
-            plan.reasons += (reason,)
-            chosen += reason.kind is not Kind.FLASH
+            plan.computed_by, why = choice(node, context.policy.rule_for(plan.op, plan.module_path), context)
+            plan.reasons += (Reason.of(_KINDS[plan.computed_by], why=why),)
+            chosen += plan.computed_by != "flash"
         return f"{chosen} calls of attention are two products around a softmax"
 
 
-def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> Reason:
-    """What computes a call of attention in bf16 on a CPU, and why; ``rule`` is the user's about it."""
+def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> tuple[str, str]:
+    """The implementation of a call of attention in bf16 on a CPU, and why; ``rule`` is the user's about the call."""
     if why := refusal(node, training=context.training):
-        return Reason.of(Kind.FLASH, why=why)
+        return "flash", why
     if context.numerics == "eager":
-        return Reason.of(Kind.FLASH, why="as eager PyTorch has it")
+        return "flash", "as eager PyTorch has it"
     if rule is not None and rule.implementation is not None:
         # with operands that were low before, its precision changes nothing
         context.matched.add(rule)
-        kind = _products(context) if rule.implementation == "products" else Kind.FLASH
-        return Reason.of(kind, why="as the rule has it")
+        return _products(context) if rule.implementation == "products" else "flash", "as the rule has it"
     if context.profile is None:
-        return Reason.of(Kind.FLASH, why="without a profile nothing is known of their times")
+        return "flash", "without a profile nothing is known of their times"
     query, key, _ = operands(node)
     *outer, queries, width = query.shape
     if queries == 1:
         times = single_query(context.profile)
-        return _cheaper(Kind.PRODUCTS, times and times[1] / times[2], "a single query")
+        return _cheaper("products", times and times[1] / times[2], "a single query")
     sizes = Attention(
         heads=math.prod(outer),
         queries=queries,
@@ -75,22 +77,20 @@ def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> Reason:
         width=width,
         causal=bool(argument_value(node, "is_causal")),
         training=context.training,
-        low_scores=_products(context) is Kind.LOW_PRODUCTS,
+        low_scores=_products(context) == "products_low",
     )
     flash = sizes.flash(context.profile)
     share = flash and sizes.products(context.profile) / flash
     return _cheaper(_products(context), share, f"{sizes.heads} x {sizes.queries} x {sizes.keys} scores")
 
 
-def _products(context: PassContext) -> Kind:
+def _products(context: PassContext) -> str:
     """Products with scores as exact as the policy asks for: what int8 rounds is far beyond bf16's error of a score."""
     rounds = context.policy.base == "fast" or (context.policy.base == "int8" and not context.training)
-    return Kind.LOW_PRODUCTS if rounds else Kind.PRODUCTS
+    return "products_low" if rounds else "products"
 
 
-def _cheaper(products: Kind, share: float | None, what: str) -> Reason:
+def _cheaper(products: str, share: float | None, what: str) -> tuple[str, str]:
     if share is None:
-        return Reason.of(Kind.FLASH, why="the profile has no times of the flash kernel")
-    return Reason.of(
-        products if share < PAYS else Kind.FLASH, why=f"products take {share:.2f} of its time for {what}"
-    )
+        return "flash", "the profile has no times of the flash kernel"
+    return products if share < PAYS else "flash", f"products take {share:.2f} of its time for {what}"

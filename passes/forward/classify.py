@@ -180,7 +180,7 @@ def _label(node: fx.Node, context: PassContext) -> Label:
         if rule.result is None:
             return plan
         if may_return_wide(node):
-            plan.pinned = torch.float32
+            plan.pinned = plan.result_dtype = torch.float32
             plan.reasons += (Reason.of(Kind.WIDE_RESULT, low=plan.low),)
         else:
             plan.op_class = OpClass.FP32

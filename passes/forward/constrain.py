@@ -60,7 +60,7 @@ def _to_fp32(node: fx.Node, why: Reason) -> int:
             if root is not None:
                 root.pinned, root.reasons = torch.float32, (why,)
     else:
-        plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
+        plan.op_class, plan.takes, plan.hazard = OpClass.FP32, Takes.DTYPE, True
     plan.reasons = (why,)
     return 1
 

@@ -32,7 +32,7 @@ from amp_fx.graphs.values import (
     written_storages,
 )
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.plans.label import Kind, Label, Takes, label_of
+from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import device_row
 
@@ -153,7 +153,7 @@ class _Casts:
             self._writes[key] = self._writes.get(key, 0) + 1
         pinned = plan.pinned or self._rounded.get(node)
         if pinned is not None:
-            self._pin(node, pinned, is_step=plan.is_because(Kind.WIDE_RESULT))
+            self._pin(node, pinned, is_step=plan.result_dtype is not None)
 
     def _is_widened(self, node: fx.Node, plan: Label) -> bool:
         """True for a norm that is planned low, whose weights are not, where there may be no kernel for two dtypes."""

@@ -71,8 +71,8 @@ class LowerTransforms(Pass):
         lowered = [node for node, state in states.items() if state]
         for node in lowered:
             label = label_of(node)
-            if label is not None and not label.is_because(Kind.TRANSFORMED):
-                label.reasons = (Reason(Kind.TRANSFORMED),)
+            if label is not None and label.computed_by != "autocast":
+                label.computed_by, label.reasons = "autocast", (Reason(Kind.TRANSFORMED),)
                 if has_trait(label.op.strip("_"), Trait.MATMUL, Trait.UNCOUNTED_MATMUL):
                     label.dtype = label.low = dict.fromkeys(dtype for _, dtype in states[node]).popitem()[0]
         return f"{len(lowered)} nodes inside transforms under autocast"
@@ -100,7 +100,7 @@ class LowerTransforms(Pass):
         if label is None:
             return False
         if self.replays:
-            return label.is_because(Kind.TRANSFORMED)
+            return label.computed_by == "autocast"
         if rules := context.policy.matching(label.op, label.module_path):
             context.matched.update(rules)
             return PRECISIONS[rules[-1].precision] is OpClass.LOW

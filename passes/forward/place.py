@@ -21,7 +21,10 @@ from amp_fx.policy import OpClass
 from amp_fx.policy.table import device_row
 
 #: what a call takes from its row in a plan
-_DECIDED = ("op_class", "reasons", "dtype", "takes", "own_dtype_slots", "pinned", "levels", "scales")
+_DECIDED = (
+    "op_class", "reasons", "dtype", "takes", "own_dtype_slots", "pinned", "result_dtype", "computed_by", "hazard",
+    "levels", "scales",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,15 +156,15 @@ class Replay(Pass):
             for name in _DECIDED:
                 setattr(plan, name, getattr(row, name))
             followed += 1
-            products = Kind.PRODUCTS, Kind.LOW_PRODUCTS
-            if row.is_because(*products) and (why_not := refusal(node, training=context.training)):
-                others = [reason for reason in plan.reasons if reason.kind not in products]
-                plan.reasons = (*others, Reason.of(Kind.FLASH, why=why_not))
-            if not row.is_because(Kind.WIDE_RESULT):
+            by_products = row.computed_by.startswith("products")
+            if by_products and (why_not := refusal(node, training=context.training)):
+                plan.computed_by = "flash"
+                plan.reasons += (Reason.of(Kind.FLASH, why=why_not),)
+            if row.result_dtype is None:
                 continue
             where = "a program" if self.stored else node.meta["val"].device.type
             if not device_row(where).wide_results:
                 why = Reason.of(Kind.NO_WIDE_RESULT, device=where, op=plan.op, low=plan.low)
-                others = [reason for reason in plan.reasons if reason.kind is not Kind.WIDE_RESULT]
-                plan.op_class, plan.dtype, plan.reasons = OpClass.FP32, torch.float32, (*others, why)
+                plan.op_class, plan.dtype, plan.result_dtype = OpClass.FP32, torch.float32, None
+                plan.reasons += (why,)
         return f"{followed} nodes as the plan has them"

@@ -21,7 +21,7 @@ from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
 from amp_fx.placement.priced import Labels, Priced, SensitivityTerm
 from amp_fx.placement.tradeoff import within
-from amp_fx.plans.label import HAZARDS, Kind, Label, Reason, label_of
+from amp_fx.plans.label import Kind, Label, Reason, label_of
 from amp_fx.plans.plan import NodePlan
 from amp_fx.plans.sensitivity import CallSensitivity
 from amp_fx.policy import OpClass
@@ -140,7 +140,7 @@ def _is_free(node: fx.Node, plan: Label) -> bool:
     """True for the calls whose dtype sensitivity may decide: on a low list, or fp32 inside their kernel."""
     is_float = plan.traced is torch.float32 and plan.low is not None and plan.op_class is not OpClass.KEEP
     is_pinned = plan.pinned is not None or node.meta.get(TIED)
-    if not is_float or is_pinned or (plan.op_class is OpClass.FP32 and plan.is_because(*HAZARDS)):
+    if not is_float or is_pinned or plan.hazard:
         return False
     if plan.op_class in (OpClass.LOW, OpClass.FOLLOW):
         return True
@@ -218,7 +218,7 @@ def _write(plan: Label, label: bool, stored: bool, low: torch.dtype) -> None:
         return
     plan.dtype = low
     if stored is HIGH:
-        plan.pinned = torch.float32
+        plan.pinned = plan.result_dtype = torch.float32
         plan.reasons += (Reason.of(Kind.WIDE_RESULT, low=low),)
     if plan.op_class is OpClass.FP32:
         # its kernel computes in fp32 whatever it reads and writes

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from amp_fx._torch import write_as_it_is
 from amp_fx.graphs.calls import argument_value, readers
-from amp_fx.graphs.keys import PRODUCTS_MARK
+from amp_fx.graphs.keys import ATTENTION_MARK
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes.base import Pass, PassContext, marked
 from amp_fx.placement.attention import Block, blocks_of
@@ -53,18 +53,19 @@ class Attend(Pass):
     :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`.
     """
 
-    marks: tuple[str, ...] = ()  # names in the plan of the calls that are written so
-    low: tuple[str, ...] = ()  # those of them whose scores come from a product in 16 bits, and are widened
+    #: names in the plan of calls, and what computes them: with ``"products_low"``, scores are rounded to 16 bits
+    computed_by: tuple[tuple[str, str], ...] = ()
     at_once: int | None = None  # scores in a block of heads, in inference; None: all
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        written = 0
+        written, computed_by = 0, dict(self.computed_by)
         for flash in gm.graph.find_nodes(op="call_function", target=_FLASH):
-            if (name := marked(flash, PRODUCTS_MARK)) not in self.marks:
+            how = computed_by.get(marked(flash, ATTENTION_MARK), "flash")
+            if not how.startswith("products"):
                 continue
             backwards = _readers_of_sums(flash)
             if all(reader.target is _FLASH_BACKWARD for reader in backwards):
-                _write(flash, backwards, low_scores=name in self.low, at_once=self.at_once)
+                _write(flash, backwards, low_scores=how == "products_low", at_once=self.at_once)
                 written += 1
         return f"{written} calls of attention are two products around a softmax"
 

@@ -21,7 +21,7 @@ from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import LOW_DTYPES, PLACED_DTYPES
 from amp_fx.passes.base import PassContext, gradients_in, marked
-from amp_fx.plans.label import Kind, Label, label_of
+from amp_fx.plans.label import Label, label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT
 from amp_fx.policy.rules import BELOW
@@ -143,7 +143,7 @@ def may_run_below(node: fx.Node, context: PassContext) -> bool:
     rule = context.policy.rule_for(row.op, row.module_path)
     if rule is not None:
         return rule.precision in BELOW
-    if row.is_because(Kind.WIDE_RESULT):
+    if row.result_dtype is not None:
         return False
     region = node.meta.get(REGION_META, {}).get(node.meta["val"].device.type)
     return row.op_class is OpClass.LOW or (region is not None and region.enabled)
@@ -151,8 +151,8 @@ def may_run_below(node: fx.Node, context: PassContext) -> bool:
 
 def _stays_wide(row: Label, context: PassContext) -> bool:
     """True without gradients for a call that is in fp32 as the device multiplies no faster in 16 bits."""
-    profile, is_dearer = context.profile, row.is_because(Kind.CASTS_COST_MORE)
-    return not context.training and profile is not None and is_dearer and profile.is_slower_in(row.low)
+    profile, is_moved = context.profile, row.op_class is OpClass.LOW and row.dtype is torch.float32
+    return not context.training and profile is not None and is_moved and profile.is_slower_in(row.low)
 
 
 def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:

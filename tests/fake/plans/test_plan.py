@@ -45,7 +45,7 @@ def plan() -> Plan:
 def test_a_plan_goes_through_json_copies_and_pickles_unchanged(plan: Plan) -> None:
     data = plan.to_dict()
     assert json.loads(json.dumps(data)) == data
-    assert data["version"] == 4
+    assert data["version"] == 5
     assert data["nodes"][0].keys() == {field.name for field in fields(NodePlan)}
     assert data["casts"][0].keys() == {field.name for field in fields(CastPlan)}
     assert Plan.from_json(plan.to_json()) == Plan.from_dict(data) == plan

@@ -226,14 +226,17 @@ def test_a_plan_with_a_result_in_fp32_is_followed_and_where_there_is_none_in_fp3
     first.save(tmp_path / "plan.json")
     options = {"plan": str(tmp_path / "plan.json")}
     again = rewrite(with_head(), torch.randn(2, 8), device="cuda", options=options).plan
-    rows = [[(row.dtype, row.pinned, row.reasons) for row in plan.nodes] for plan in (first, again)]
+    rows = [
+        [(row.dtype, row.pinned, row.result_dtype, row.reasons) for row in plan.nodes]
+        for plan in (first, again)
+    ]
     assert rows[0] == rows[1]
     program = export(with_head(), (torch.randn(2, 8),), plan=first)
     (stored,) = plans(Plan.from_json(extra_files(program)["amp_fx.json"]), "linear")
     on_cpu = rewrite(with_head(), torch.randn(2, 8), options=options).one("linear")
     for row, device in ((on_cpu, "cpu"), (stored, "a program")):
         assert row.dtype is torch.float32
-        assert not row.is_because(Kind.WIDE_RESULT)
+        assert row.result_dtype is None
         why = Reason.of(Kind.NO_WIDE_RESULT, device=device, op="linear", low=torch.bfloat16)
         assert row.reasons[-1] == why
     # an exported program has no such results of its own

@@ -164,7 +164,7 @@ def test_a_report_goes_through_json_unchanged(report: Report, tmp_path: Path) ->
     [
         (["version"], 7, "7.*1"),
         ([], {"version": 1}, r"report\.title"),
-        (["plans", 0], {"version": 4}, r"plan\.nodes"),
+        (["plans", 0], {"version": 5}, r"plan\.nodes"),
         (["plans"], 3, "report.plans.*list.*3"),
         (["costs", "amp_fx", "cast_bytes"], "2", r"report.costs.amp_fx.cast_bytes.*int.*'2'"),
         (["notes"], [{"kind": "x"}], r"report.notes\[0\].text"),
