@@ -213,7 +213,8 @@ def bits(graph: fx.Graph) -> Hazards:
         stack = list(node.all_input_nodes) if has_trait(node, Trait.READS_BITS) else []
         while stack:
             plan = label_of(source := stack.pop())
-            if _passes_on(source):
+            # what the program rounds itself has other bits
+            if _passes_on(source) and any(v.dtype is torch.float32 for v in tensors(source.meta.get("val"))):
                 stack += source.all_input_nodes
             elif plan is not None and plan.op_class is not OpClass.KEEP and plan.traced is torch.float32:
                 yield source, Reason.of(Kind.BITS, low=plan.low)

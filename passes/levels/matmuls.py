@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import CAST, is_cast, values_read
+from amp_fx.graphs.calls import CAST, is_cast, target_name, values_read
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.traits import Trait, has_trait, op_row
@@ -327,7 +327,8 @@ def last_calls(gm: fx.GraphModule, gradients: set[fx.Node]) -> set[str | None]:
         if node in gradients or node.op != "call_function":
             continue
         below = any(user in feeds for user in node.users)
-        multiplies = is_matmul(node)
+        # products of tensors of other classes stay as the program calls them
+        multiplies = is_matmul(node) or has_trait(target_name(node), Trait.MATMUL)
         if multiplies and not below and not _is_residual(node):
             row = label_of(node)
             last.add(marked(node) if row is None else row.name)

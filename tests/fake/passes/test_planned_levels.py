@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
@@ -74,10 +73,9 @@ def edited(plan: Plan, *linears: Sequence[str], level: str = "rowwise") -> Plan:
 
 
 def refused(plan: object, **given: Any) -> str:
-    with pytest.raises(BackendCompilerFailed) as info:
+    with pytest.raises(PlanError) as info:
         mlp({"plan": plan, **given})
-    assert isinstance(info.value.inner_exception, PlanError)
-    return str(info.value.inner_exception)
+    return str(info.value)
 
 
 def test_a_plan_says_of_every_matmul_in_which_level_it_runs(made: Plan) -> None:
@@ -159,7 +157,7 @@ def test_what_cannot_be_is_refused_by_name(made: Plan) -> None:
     ):
         message = refused(with_row("linear", levels=changed))
         assert all(name in message for name in ("linear_1", wrong, valid))
-    with pytest.raises(BackendCompilerFailed, match=r"16 .*32 x 40"):
+    with pytest.raises(PlanError, match=r"16 .*32 x 40"):
         lowered(MLP(32, 40, 40, 40, 16), [torch.randn(32, 32)], {"plan": made})
 
 
@@ -182,7 +180,7 @@ def test_what_becomes_a_batch_of_products_is_refused() -> None:
 
     model, x = Parts(turned, a=nn.Linear(32, 32), w=torch.randn(16, 16)), torch.randn(4, 16, 32)
     plan = lowered(model, [x], {"profile": "off", "strict": True}).plan
-    with pytest.raises(BackendCompilerFailed, match=r"matmul \(matmul\) in rowwise"):
+    with pytest.raises(PlanError, match=r"matmul \(matmul\) in rowwise"):
         lowered(model, [x], {"plan": with_levels(plan, "matmul", {FORWARD: "rowwise"})})
 
 
