@@ -66,6 +66,18 @@ def say_disabled(graph: str) -> None:
     )
 
 
+def say_wide(profile: str) -> None:
+    """Says once that fp16 was asked for, and a graph runs in fp32 as the device multiplies no faster in fp16."""
+    if _is_looking.get() or "wide" in _told:
+        return
+    _told.add("wide")
+    logger.warning(
+        "dtype='float16' is asked for, and a graph runs in fp32: %s. options={'profile': 'off'} runs it in fp16, as "
+        "on a GPU.",
+        f"{profile} gains nothing by fp16" if profile else "a rule or a hazard keeps each matmul there",
+    )
+
+
 def expect_graph() -> None:
     """Warns at the first step of an optimizer, or when the process ends, if no graph has arrived until then.
 

@@ -90,7 +90,7 @@ def summary(plan: Plan) -> str:
         counts = {"under torch.autocast": under, "left as written": len(inside) - under}
         parts += [f"{count} inside vmap or torch.func: {how}" for how, count in counts.items() if count]
     if plan.meaning:
-        parts.append(f"below 16 bits: {plan.meaning}")
+        parts.append(f"below 16 bits: {plan.meaning}{_why_none_below(outside, plan)}")
     return "; ".join([text, *parts])
 
 
@@ -123,6 +123,14 @@ def _why_wide(row: NodePlan, plan: Plan) -> str:
         return f"faster than with casts{device} (options={{'profile': 'off'}} forces them)"
     # what comes after the list's own reason overruled it
     return sentence(row.reasons[-1]) if row.reasons else "the plan gives no reason"
+
+
+def _why_none_below(rows: Sequence[NodePlan], plan: Plan) -> str:
+    """Why a policy below 16 bits runs none of these matmuls there; empty where it does, or the backward decides."""
+    if plan.training or any(row.levels_below for row in rows):
+        return ""
+    why = Counter(sentence(reason) for row in rows for reason in row.reasons if "role" in reason.values)
+    return "".join(f", but no matmul runs in it: {text}" for text, _ in why.most_common(1))
 
 
 def _dtype(row: NodePlan) -> str:

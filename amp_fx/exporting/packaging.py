@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from amp_fx._torch import compile_package, multiplies_int8, quantised_ops
 from amp_fx.compiling import hook
-from amp_fx.errors import OptionsError, PassError
+from amp_fx.errors import ExportError, OptionsError, PassError
 from amp_fx.exporting.converting import REPORT_FILE
 from amp_fx.exporting.program import new_program, weights_of
+from amp_fx.graphs.batches import raised
 from amp_fx.graphs.exported import adopt
 from amp_fx.graphs.keys import ATTENTION_MARK, PLAN_META, REGION_META
 from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in
@@ -74,6 +75,7 @@ def package(
         OptionsError: the path ends in something else, the profile is none, or Inductor is to fold buffers that the
             program writes to.
         PassError: Inductor left packed weights out.
+        ExportError: the file is not there, or holds no exported program.
     """
     path, given = os.fspath(path), dict(inductor_configs or {})
     if not path.endswith(".pt2"):
@@ -114,9 +116,19 @@ def _opened(
     """The program, and its plan, which is empty where it has none."""
     if isinstance(program, torch.export.ExportedProgram):
         return program, program.graph_module.meta.get(PLAN_META, Plan())
+    if not Path(program).is_file():
+        raise ExportError(
+            f"there is no file {os.fspath(program)!r}: give a program that torch.export.save has written."
+        )
     quantised_ops()  # a file may name them
     files = {REPORT_FILE: ""}
-    loaded = torch.export.load(program, extra_files=files)
+    try:
+        loaded = torch.export.load(program, extra_files=files)
+    except Exception as error:
+        # nothing of amp_fx has run yet
+        raise ExportError(
+            f"torch.export.load cannot read {os.fspath(program)!r}: {raised(error)}."
+        ) from error
     return loaded, Plan.from_json(files[REPORT_FILE]) if files[REPORT_FILE] else Plan()
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from amp_fx._torch import GROUPS, autocast_disabled
-from amp_fx.errors import AmpFxError, OptionsError
+from amp_fx.errors import AmpFxError, InputError, OptionsError
 from amp_fx.graphs.batches import raised
 
 #: gradients of parameters by name, or outputs by place: fp32, or fp64 where the model is
@@ -52,6 +52,13 @@ class Step:
             raise OptionsError(
                 f"loss must be a function of what the model returns, or None; got {type(given).__name__}{shape}. "
                 "Arguments of the model are one batch: (x, y), or {'x': x, 'y': y}."
+            )
+        if not self.of_outputs and (
+            made := [n for n, p in self.model.named_parameters() if p.is_inference()]
+        ):
+            raise InputError(
+                f"{made[0]} was made under torch.inference_mode() and has no gradient. Build or load the model outside "
+                "of it; call it there afterwards."
             )
 
     @property

@@ -53,6 +53,18 @@ def test_reasons_are_told_in_order_and_by_role_where_a_call_has_several_matmuls(
     assert because(replace(row, reasons=reasons, levels=two)) == f"a list; forward: {sentence(reasons[1])}"
 
 
+def test_a_policy_below_16_bits_that_runs_nothing_there_says_why() -> None:
+    plan = rewrite(net(), torch.randn(4, 16)).plan
+    why = Reason.of(Kind.NO_COPY, role="forward", level="int8")
+    rows = [replace(row, levels={"forward": "bfloat16"}, reasons=(*row.reasons, why)) for row in plan.nodes]
+    none = replace(plan, meaning="int8", nodes=rows)
+    assert summary(none).endswith(f"; below 16 bits: int8, but no matmul runs in it: {sentence(why)}")
+    some = [replace(row, levels={"forward": "int8"}) if row.op == "linear" else row for row in rows]
+    assert summary(replace(none, nodes=some)).endswith("; below 16 bits: int8")
+    # in training the joint graph decides
+    assert summary(replace(none, training=True)).endswith("; below 16 bits: int8")
+
+
 def test_matmuls_are_counted_by_dtype_with_the_casts() -> None:
     plan = rewrite(net(), torch.randn(4, 16)).plan
     assert summary(plan) == f"3 of 3 matmuls in bf16, {len(plan.casts)} casts"
