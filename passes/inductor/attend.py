@@ -60,7 +60,7 @@ class Attend(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         written, computed_by = 0, dict(self.computed_by)
         for flash in gm.graph.find_nodes(op="call_function", target=_FLASH):
-            how = computed_by.get(marked(flash, ATTENTION_MARK), "flash")
+            how = computed_by.get(marked(flash, ATTENTION_MARK) or "", "flash")
             if not how.startswith("products"):
                 continue
             backwards = _readers_of_sums(flash)

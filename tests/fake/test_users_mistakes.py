@@ -49,8 +49,12 @@ def test_a_model_that_was_made_under_inference_mode_is_named(measure: Any) -> No
 
 def test_fp16_that_runs_in_fp32_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     amp_fx.reset()
-    with_fp32 = {"dtype": "float16", "policy": {"rules": [{"op": "linear", "precision": "fp32"}]}}
-    for options, count in (({"dtype": "float16", "profile": "off"}, 0), (with_fp32, 1), (with_fp32, 1)):
+    with_fp32: dict[str, Any] = {
+        "dtype": "float16",
+        "policy": {"rules": [{"op": "linear", "precision": "fp32"}]},
+    }
+    low: dict[str, Any] = {"dtype": "float16", "profile": "off"}
+    for options, count in ((low, 0), (with_fp32, 1), (with_fp32, 1)):
         torch._dynamo.reset()
         with without_inductor(), torch.no_grad():
             torch.compile(nn.Linear(4, 4), backend="amp_fx", options=options)(torch.randn(2, 4))
