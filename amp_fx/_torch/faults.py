@@ -207,7 +207,8 @@ def _kept_where_the_size_is(note: _Note) -> contextlib.AbstractContextManager[ob
 
         def interpolate(x: Tensor, output_size: Any, *args: Any) -> Tensor:
             *others, scales = args
-            if scales is not None and x.device.type == "cpu":
+            # with align_corners, sizes alone count
+            if scales is not None and not any(others) and x.device.type == "cpu":
                 pairs = list(zip(x.shape[2:], scales, strict=True))
                 exact = [next((f for f in factors if int(n * s) == f * n), s) for n, s in pairs]
                 if exact != list(scales):
