@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import in_compiled_autograd
-from amp_fx.graphs.calls import is_gradient_call
+from amp_fx.graphs.calls import is_gradient_call, start
 from amp_fx.graphs.values import graph_devices, listed_devices, tensors
 
 ENTER = torch.amp.autocast_mode._enter_autocast
@@ -73,7 +73,7 @@ def leave_autocast(graph: fx.Graph, entered: Iterable[fx.Node]) -> list[fx.Node]
 
 def enclose(graph: fx.Graph, regions: Regions) -> None:
     """Switches autocast to a state for all that a graph computes."""
-    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+    with graph.inserting_before(start(graph)):
         entered = enter_autocast(graph, regions)
     with graph.inserting_before(graph.output_node()):
         leave_autocast(graph, entered)
