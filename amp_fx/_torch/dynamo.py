@@ -266,8 +266,10 @@ def raised_by_backend(error: Exception) -> Exception:
 
 def for_the_caller(error: Exception) -> Exception:
     """The same error, of a class that is its own and one that Dynamo hands on as it is: others it wraps."""
-    kind = type(error)
-    passes = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__})
+    kind, text = type(error), str(error)
+    # Dynamo appends to the arguments how to report a bug to PyTorch
+    own = {"__module__": kind.__module__, "__str__": lambda _: text}
+    passes = type(kind.__name__, (ShortenTraceback, kind), own)
     return passes(*error.args, first_useful_frame=None).with_traceback(error.__traceback__)
 
 

@@ -16,6 +16,9 @@ from graphs import without_inductor
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"policyy": 1}, amp_fx.OptionsError, "policyy"),
     ({"dtype": "int3"}, amp_fx.OptionsError, "int3"),
+    ({"policy": "bf8"}, amp_fx.OptionsError, "bf8"),
+    ({"weights": "thaw"}, amp_fx.OptionsError, "thaw"),
+    ({"numerics": "lazy"}, amp_fx.OptionsError, "lazy"),
     ({"plan": "absent.json"}, amp_fx.PlanError, r"absent\.json"),
 ]
 
@@ -29,6 +32,10 @@ def test_a_mistake_is_caught_as_what_it_is(
         model(torch.randn(2, 4))
     assert isinstance(info.value, kind)
     assert not isinstance(info.value, BackendCompilerFailed)
+    # of Dynamo's own text, which sends the user to PyTorch
+    assert not any(
+        word in str(info.value) for word in ("TORCHDYNAMO_VERBOSE", "TORCH_LOGS", "from user code")
+    )
 
 
 def test_a_package_of_a_file_that_is_not_there_or_holds_something_else_names_it(tmp_path: Path) -> None:
