@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,13 +54,19 @@ class Step:
                 f"loss must be a function of what the model returns, or None; got {type(given).__name__}{shape}. "
                 "Arguments of the model are one batch: (x, y), or {'x': x, 'y': y}."
             )
-        if not self.of_outputs and (
-            made := [n for n, p in self.model.named_parameters() if p.is_inference()]
-        ):
+        is_differentiated = self.records and self.parameters
+        held = (self.model.named_parameters(), self.model.named_buffers()) if is_differentiated else ()
+        made = (n for n, t in itertools.chain(*held) if t.is_inference() and t.is_floating_point())
+        if (name := next(made, None)) is not None:
             raise InputError(
-                f"{made[0]} was made under torch.inference_mode() and has no gradient. Build or load the model outside "
-                "of it; call it there afterwards."
+                f"{name} was made under torch.inference_mode(): autograd keeps no such tensor. Build or load the model "
+                "outside of it; call it there afterwards."
             )
+
+    @property
+    def records(self) -> bool:
+        """True where autograd is on in the call."""
+        return self.grad or not self.of_outputs
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -71,7 +78,7 @@ class Step:
         """What a call returns of the model, or of what was made of it; it may be differentiated inside."""
         with (
             untouched(self.model, *self.call) as (args, kwargs),
-            torch.set_grad_enabled(self.grad or not self.of_outputs),
+            torch.set_grad_enabled(self.records),
         ):
             if self.seed is not None:
                 torch.default_generator.manual_seed(self.seed)

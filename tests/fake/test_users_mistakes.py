@@ -46,12 +46,46 @@ def test_a_package_of_a_file_that_is_not_there_or_holds_something_else_names_it(
         amp_fx.package(tmp_path / "other.pt2", "package.pt2")
 
 
-@pytest.mark.parametrize("measure", [amp_fx.calibrate, amp_fx.compare])
-def test_a_model_that_was_made_under_inference_mode_is_named(measure: Any) -> None:
+@pytest.mark.parametrize("measure", [amp_fx.calibrate, amp_fx.compare, amp_fx.histogram])
+@pytest.mark.parametrize("part", ["weight", "running_mean"])
+def test_a_model_that_was_made_under_inference_mode_is_named(measure: Any, part: str) -> None:
+    model = nn.BatchNorm1d(4)
     with torch.inference_mode():
-        model = nn.Linear(4, 4)
-    with pytest.raises(amp_fx.InputError, match=r"weight was made under torch\.inference_mode"):
+        made = nn.BatchNorm1d(4)
+    setattr(model, part, getattr(made, part))
+    with pytest.raises(amp_fx.InputError, match=rf"{part} was made under torch\.inference_mode"):
         measure(model, torch.randn(2, 4), loss=torch.sum)
+
+
+def test_a_frozen_model_that_was_made_under_inference_mode_is_compared() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(4, 4).requires_grad_(False)
+    with without_inductor():
+        assert amp_fx.compare(model, torch.randn(2, 4)).healthy
+
+
+def test_a_policy_below_16_bits_that_runs_nothing_there_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    some = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    image, rows = torch.randn(2, 3, 16, 16), torch.randn(32, 64)
+    options: dict[str, Any] = {"policy": "int8", "profile": "off"}
+    models = [(convolutions, image, 1), (nn.Linear(64, 64), rows, 1), (some, rows, 0)]
+    for model, batch, count in models:
+        caplog.clear()
+        torch._dynamo.reset()
+        with without_inductor(), torch.inference_mode():
+            torch.compile(model, backend="amp_fx", options=options)(batch)
+        lines = [
+            r for r in caplog.records if r.levelname == "WARNING" and "no matmul runs in it" in r.message
+        ]
+        assert len(lines) == count
+    caplog.clear()
+    torch._dynamo.reset()
+    with without_inductor():
+        torch.compile(convolutions, backend="amp_fx", options=options)(image)
+    assert not any("no matmul runs in it" in record.message for record in caplog.records)
 
 
 def test_fp16_that_runs_in_fp32_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
