@@ -33,6 +33,7 @@ from amp_fx.graphs.regions import ambient_regions, is_autocast_call, not_ours
 from amp_fx.graphs.values import graph_device, listed_devices
 from amp_fx.level_passes import add_choices, level_placement
 from amp_fx.notices import expect_graph, graph_arrived, say_disabled, say_wide, warn_unscaled
+from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard, publish, unused_rules
 from amp_fx.policy.levels import AUTO, levels_of
@@ -141,7 +142,7 @@ def _as_asked(call: Call, _reason: str) -> tuple[str, Callable[..., Any]]:
     if is_off and any(row.dtype is row.low is not None for row in plan.nodes):
         say_disabled(plan.graph)
     listed = [row for row in plan.matmuls if row.low is torch.float16]
-    if opts.dtype is torch.float16 and listed and all(row.dtype is torch.float32 for row in listed):
+    if opts.dtype is torch.float16 and listed and all(row.is_because(Kind.CASTS_COST_MORE) for row in listed):
         say_wide(plan.profile)
     if is_heard():
         add_autocast(plan, call.gm, call.ambient, training=call.training)

@@ -74,7 +74,7 @@ def say_wide(profile: str) -> None:
     logger.warning(
         "dtype='float16' is asked for, and a graph runs in fp32: %s. options={'profile': 'off'} runs it in fp16, as "
         "on a GPU.",
-        f"{profile} gains nothing by fp16" if profile else "a rule or a hazard keeps each matmul there",
+        f"{profile} gains nothing by fp16",
     )
 
 
