@@ -65,30 +65,6 @@ def test_a_frozen_model_that_was_made_under_inference_mode_is_compared() -> None
         assert amp_fx.compare(model, torch.randn(2, 4)).healthy
 
 
-def test_a_policy_below_16_bits_that_runs_nothing_there_is_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    some = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    image, rows = torch.randn(2, 3, 16, 16), torch.randn(32, 64)
-    options: dict[str, Any] = {"policy": "int8", "profile": "off"}
-    models = [(convolutions, image, 1), (nn.Linear(64, 64), rows, 1), (some, rows, 0)]
-    for model, batch, count in models:
-        caplog.clear()
-        torch._dynamo.reset()
-        with without_inductor(), torch.inference_mode():
-            torch.compile(model, backend="amp_fx", options=options)(batch)
-        lines = [
-            r for r in caplog.records if r.levelname == "WARNING" and "no matmul runs in it" in r.message
-        ]
-        assert len(lines) == count
-    caplog.clear()
-    torch._dynamo.reset()
-    with without_inductor():
-        torch.compile(convolutions, backend="amp_fx", options=options)(image)
-    assert not any("no matmul runs in it" in record.message for record in caplog.records)
-
-
 def test_fp16_that_a_rule_keeps_in_fp32_is_not_said_to_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(backend, "say_wide", said.append)
