@@ -53,6 +53,11 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("mps", "gru.input"): "the same roundings; its steps are split and joined by other ops",
     ("mps", "lstm.input"): "one kernel on a Mac, in the dtype given; what was asked is not that kernel",
     ("cuda", "lstm.input"): "computed in fp16 by both; traced, and so returned, in fp32 without cudnn",
+    **{
+        (device, name): "products of experts, low on purpose: autocast lists none"
+        for device in LOW
+        for name in ("_grouped_mm", "transformers::grouped_mm_fallback")
+    },
 }
 
 #: whether these run at all depends on the instructions of the CPU
