@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx._torch import BEFORE_STEP
 from amp_fx.errors import ScalerError, ScalingWarning
+from amp_fx.scaling import scaler as scalers
 from scaled import OPTIONS, Loop, batch, compiled, gradients_are, loss_of, new_scaler, same, step, weights
 from small_models import UpDown
 
@@ -24,6 +26,12 @@ SGD = torch.optim.SGD
 
 def theirs(init_scale: float = 128.0, **arguments: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale, **arguments)
+
+
+@pytest.fixture
+def no_other_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scalers of earlier tests that wait for the garbage collector are not asked."""
+    monkeypatch.setattr(scalers, "_scalers", weakref.WeakValueDictionary())
 
 
 # ---- two scalers ----
@@ -96,6 +104,7 @@ def test_a_step_whose_closure_makes_the_first_gradients_is_refused_before_it_cha
     assert same(loop.model, before)
 
 
+@pytest.mark.usefixtures("no_other_scaler")
 def test_a_closure_that_looks_by_itself_steps_and_is_called_alone_until_there_is_another_scaler() -> None:
     loop = Loop()
     before, results, given = weights(loop.model), list[Tensor](), list[object]()
@@ -157,6 +166,7 @@ def test_torchs_scaler_may_step_other_models_and_the_same_one_without_the_graph(
     step(scaler, SGD(other.parameters()), other)
 
 
+@pytest.mark.usefixtures("no_other_scaler")
 def test_a_loop_that_looks_by_itself_is_not_refused_and_nobody_asks_twice() -> None:
     loop = Loop()
     loop.backward()
