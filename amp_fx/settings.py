@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
 
-from amp_fx._torch import inductor_mode_options, inductor_option_names
+from amp_fx._torch import called_in, inductor_mode_options, inductor_option_names
 from amp_fx.errors import OptionsError, did_you_mean, one_of
-from amp_fx.placement.devices import load
+from amp_fx.graphs.values import program_device
+from amp_fx.placement.devices import load, resolve
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
@@ -23,6 +26,7 @@ from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import AUTO, choices_of, level_named, levels_of
 from amp_fx.policy.rules import BASES
+from amp_fx.policy.table import DEVICES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,6 +145,11 @@ class Options:
             return torch.bfloat16 if native else torch.float16
         return torch.bfloat16
 
+    def is_slower_low(self, device_type: str) -> bool:
+        """True where matmuls take longer in the low dtype than in fp32, by the profile, and graphs stay in fp32."""
+        profile = resolve(self.profile, device_type) if device_type in DEVICES else None
+        return profile is not None and profile.is_slower_in(self.low_dtype(device_type))
+
 
 def options(**given: Unpack[OptionNames]) -> dict[str, Any]:
     """The ``options=`` of ``torch.compile(model, backend="amp_fx")``, checked.
@@ -171,6 +180,7 @@ def compile(
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    outside: Literal["autocast"] | None = None,
     **given: Unpack[OptionNames],
 ) -> _Model:
     """``torch.compile(model, backend="amp_fx")`` with options as keywords; errors come now, not at the first call.
@@ -182,20 +192,37 @@ def compile(
         mode: of Inductor, as in ``torch.compile``.
         dynamic: as in ``torch.compile``.
         fullgraph: as in ``torch.compile``.
+        outside: ``"autocast"`` calls it inside ``torch.autocast``, in the low dtype, where graphs gain by that: code
+            that Dynamo leaves to eager is lowered, too, and results have autocast's dtypes.
         given: see :class:`amp_fx.settings.OptionNames`.
 
     Returns:
         What ``torch.compile`` returns.
 
     Raises:
-        OptionsError, ProfileError, PlanError: as :func:`options`, or an unknown mode.
+        OptionsError, ProfileError, PlanError: as :func:`options`, an unknown mode, or a bad value of ``outside``.
     """
     # an option by its name wins over the mode, as in the backend
     checked = {**Options.parse(mode).inductor, **options(**given)}
+    scaler = given.get("scaler")
+    if outside is not None and one_of("outside", ("autocast",), outside) and scaler is not None:
+        raise OptionsError(
+            f"outside={outside!r} contradicts scaler={scaler!r}, which scales no gradients outside of graphs; "
+            "drop one of the two: torch.amp.GradScaler scales the loss."
+        )
     compiled: Any = torch.compile(
         model, backend="amp_fx", options=checked, dynamic=dynamic, fullgraph=fullgraph
     )
-    return compiled
+    if outside is None:
+        return compiled
+    return called_in(compiled, partial(_autocast, Options.parse(None, checked)))
+
+
+def _autocast(opts: Options, model: Any, args: Any, kwargs: Any) -> AbstractContextManager[object]:
+    """What a compiled model is called in."""
+    device = program_device(model, (args, kwargs))
+    is_lowered = device in DEVICES and not opts.is_slower_low(device)
+    return torch.autocast(device, opts.low_dtype(device)) if is_lowered else nullcontext()
 
 
 def _of_kind(option: str, kind: type, valid: str, value: Any) -> Any:
@@ -313,7 +340,8 @@ def _inductor_name(key: str) -> str:
     valid = inductor_option_names()
     if name not in valid:
         # our own names first: a typo is likelier in them than in the 600 of Inductor
-        hint = did_you_mean(name, _OWN) or did_you_mean(name, valid)
+        hint = " It is an argument of amp_fx.compile." if name == "outside" else ""
+        hint = hint or did_you_mean(name, _OWN) or did_you_mean(name, valid)
         raise OptionsError(
             f"Unknown option {key!r} for backend 'amp_fx'; valid: {', '.join(sorted(_OWN))}, "
             f"or any option of torch._inductor.config.{hint}"

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from amp_fx._torch.grouped import forget_grouped_shapes, shape_groups
 
 __all__ = [
     "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "GROUPS", "HOOKS", "UNTRACED", "after_closure",
-    "breaks_since_reset", "compile_id", "copy_of", "for_the_caller", "given_up", "graph_break", "in_compiled_autograd",
+    "breaks_since_reset", "called_in", "compile_id", "copy_of", "for_the_caller", "frames_given_up", "given_up",
+    "graph_break", "in_compiled_autograd",
     "in_inference_mode", "install_all", "is_left_out_in_place", "is_looked_up", "log_artifact",
     "note_inference_mode", "note_mode", "raised_by_backend", "speaks_to_dynamo", "take_over", "unwrapped_errors",
 ]  # fmt: skip
@@ -232,6 +234,54 @@ def _break_text(cause: Any) -> str:
 def given_up() -> dict[str, int]:
     """What made Dynamo give up functions in this process, in its words, and how often."""
     return dict(_counters["unimplemented"])
+
+
+def frames_given_up() -> int:
+    """How many functions Dynamo has left to eager as a whole in this process, asked while it compiles another."""
+    frames = _counters["frames"]
+    # an error that reaches the user has no entry there, and a data-dependent branch has one and is compiled
+    return min(frames["total"] - frames["ok"] - 1, sum(given_up().values()))
+
+
+#: makes what a module, or None, is called in, given it and the arguments of a call
+_Context = Callable[[Any, tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[object]]
+
+
+@dataclass
+class _Within:
+    """Stands for what compiles the function of a module, and makes it enter a context in each call.
+
+    A copy of the module compiles anew by this. The hooks that torch.compile calls around a function do not do: behind
+    them it puts autocast back.
+    """
+
+    compiler: Any
+    context: _Context
+
+    def __call__(self, function: Any) -> Any:
+        return called_in(self.compiler(function), self.context, getattr(function, "__self__", None))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("compiler", "__deepcopy__", "__setstate__"):
+            raise AttributeError(name)
+        return getattr(self.compiler, name)
+
+
+def called_in(compiled: Any, context: _Context, module: Any = None) -> Any:
+    """What ``torch.compile`` returned, which enters a context in each call; ``module`` is the function's."""
+    if isinstance(compiled, OptimizedModule):
+        made: Any = _Within(compiled.dynamo_ctx, context)
+        compiled.dynamo_ctx = made
+        compiled._initialize()
+    if isinstance(compiled, torch.nn.Module):
+        return compiled
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context(module, args, kwargs):
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections import Counter
@@ -67,6 +68,13 @@ def cast_bytes(value: torch.Tensor, to: torch.dtype) -> int:
 
 # ---- devices. PyTorch lets a 0-d CPU tensor take part in what runs on any device, as a number does; it says nothing
 # about where the arithmetic is.
+
+
+def program_device(program: Any, given: Any) -> str:
+    """The first type of device, other than the CPU, of what a call is given and of the weights of a module."""
+    weights = (program.parameters(), program.buffers()) if isinstance(program, torch.nn.Module) else ()
+    devices = (value.device.type for value in itertools.chain(tensors(given), *weights))
+    return next((name for name in devices if name != "cpu"), "cpu")
 
 
 def graph_devices(gm: fx.GraphModule) -> frozenset[str]:
