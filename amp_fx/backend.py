@@ -32,7 +32,7 @@ from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
 from amp_fx.graphs.regions import ambient_regions, is_autocast_call, not_ours
 from amp_fx.graphs.values import graph_device, listed_devices
 from amp_fx.level_passes import add_choices, level_placement
-from amp_fx.notices import expect_graph, graph_arrived, say_disabled, say_wide, warn_unscaled
+from amp_fx.notices import expect_graph, graph_arrived, say_disabled, say_eager, say_wide, warn_unscaled
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard, publish, unused_rules
@@ -141,6 +141,10 @@ def _as_asked(call: Call, _reason: str) -> tuple[str, Callable[..., Any]]:
     is_off = in_disabled_autocast() and not any(map(is_autocast_call, call.gm.graph.nodes))
     if is_off and any(row.dtype is row.low is not None for row in plan.nodes):
         say_disabled(plan.graph)
+    # the user's own autocast is around eager code, too
+    is_alone = not (is_off or any(region.by_user for region in call.ambient.values()))
+    if is_alone and not opts.is_slower_low(device) and any(i.dtype is torch.float32 for i in plan.inputs):
+        say_eager(plan.graph, plan.graph_break, device, call.ambient[device].dtype)
     listed = [row for row in plan.matmuls if row.low is torch.float16]
     if opts.dtype is torch.float16 and listed and all(row.is_because(Kind.CASTS_COST_MORE) for row in listed):
         say_wide(plan.profile)

@@ -1,6 +1,7 @@
 """What a program is told once.
 
-That no graph has arrived, that float16 is trained without loss scaling, and that autocast is off around a graph.
+That no graph has arrived, that float16 is trained without loss scaling, that autocast is off around a graph, and that
+Dynamo leaves code beside graphs to eager.
 
 What Dynamo does not compile, and why, it says itself under ``TORCH_LOGS=graph_breaks``, and :func:`amp_fx.explain`
 shows it.
@@ -15,7 +16,9 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
 
-from amp_fx._torch import AFTER_STEP, EXIT, is_looked_up
+import torch
+
+from amp_fx._torch import AFTER_STEP, EXIT, frames_given_up, is_looked_up
 from amp_fx.errors import ScalingWarning
 from amp_fx.state import register
 
@@ -26,6 +29,13 @@ _is_looking: ContextVar[bool] = ContextVar("amp_fx_is_looking", default=False)
 
 _told: set[str] = set()
 register("what was told once", _told.clear)
+
+#: what Dynamo had given up when the last graph arrived
+_given_up: list[int] = []
+register("what Dynamo had given up", _given_up.clear)
+
+#: what the reasons of graph breaks have in common behind which code is never compiled
+_NEVER_COMPILED = ("torch.compiler.disable", "RNN, GRU, or LSTM", " is not compiled")
 
 
 @contextlib.contextmanager
@@ -75,6 +85,35 @@ def say_wide(profile: str) -> None:
         "dtype='float16' is asked for, and a graph runs in fp32: %s. options={'profile': 'off'} runs it in fp16, as "
         "on a GPU.",
         f"{profile} gains nothing by fp16",
+    )
+
+
+def outside_remedy(device: str, low: torch.dtype) -> str:
+    """What lowers code that Dynamo leaves to eager."""
+    return (
+        f"Call the compiled model inside torch.autocast({device!r}, {low}), or compile it by amp_fx.compile(model,"
+        " outside='autocast')"
+    )
+
+
+def say_eager(graph: str, graph_break: str, device: str, low: torch.dtype) -> None:
+    """Says once that Dynamo leaves a function to eager: one at which a graph ends, or between two graphs.
+
+    After an ordinary break the program goes on in another graph, and nothing is told.
+    """
+    if _is_looking.get():
+        return
+    before, now = _given_up[-1:], frames_given_up()
+    _given_up[:] = [now]
+    is_never = any(part in graph_break for part in _NEVER_COMPILED)
+    if "eager" in _told or not (is_never or (before and now > before[0])):
+        return
+    _told.add("eager")
+    logger.warning(
+        "Dynamo leaves code %s to eager: matmuls in there run in the dtypes of their weights. %s. "
+        "amp_fx.explain(model, *args) counts them.",
+        f"after graph {graph} ({graph_break})" if is_never else f"before graph {graph}",
+        outside_remedy(device, low),
     )
 
 
