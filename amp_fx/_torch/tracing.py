@@ -26,9 +26,10 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "autocast_disabled",
+    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "autocast_disabled",
     "autocast_shield", "defining_module", "disable_proxy_modes_tracing", "enable_autocast",
     "get_proxy_mode", "has_autocast_rule", "ignore_fresh_symbols", "in_disabled_autocast",
     "is_functorch_wrapped", "is_hidden_call", "is_hooks_switch", "known_sizes", "make_fx", "nesting_change",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -115,17 +115,7 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
     It runs under autocast to ``low``, where that is given, since traced dtypes of arguments need not agree.
     """
     args, kwargs, mode = fake_arguments(node)
-    name = getattr(node.target, "__name__", "")
-    if "scaled_dot_product" in name:
-        # fused attention, whose kernels for CPU have no formula of their own
-        backward = "backward" in name
-        shapes = [[size_hint(size) for size in value.shape] for value in args[: 4 if backward else 3]]
-        if all(len(shape) == 4 for shape in shapes):
-            # batches and heads that several others read: the formulas refuse those of a batch, before torch 2.13 all
-            outer = [*map(max, *(shape[:2] for shape in shapes))]
-            shapes = [outer + shape[2:] for shape in shapes]
-            return sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
-    if (known := _known_flops(node, args)) is not None:
+    if (known := known_flops(getattr(node.target, "__name__", ""), args, node.meta.get("val"))) is not None:
         return known
     device = next((value.device.type for value in tensors((args, kwargs)) if is_eligible(value)), None)
     if device is None:
@@ -142,9 +132,18 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
     return size_hint(counter.get_total_flops())
 
 
-def _known_flops(node: fx.Node, args: tuple[Any, ...]) -> int | None:
+def known_flops(overload: str, args: Sequence[Any], value: Any) -> int | None:
     """Operations of the commonest calls, from their shapes; None for others. Asking torch takes ten times as long."""
-    name, value = getattr(node.target, "_opname", ""), node.meta.get("val")
+    name = overload.partition(".")[0]
+    if "scaled_dot_product" in name:
+        # fused attention, whose kernels for CPU have no formula of their own
+        backward = "backward" in name
+        shapes = [[size_hint(size) for size in value.shape] for value in args[: 4 if backward else 3]]
+        if all(len(shape) == 4 for shape in shapes):
+            # batches and heads that several others read: the formulas refuse those of a batch, before torch 2.13 all
+            outer = [*map(max, *(shape[:2] for shape in shapes))]
+            shapes = [outer + shape[2:] for shape in shapes]
+            return sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
     if "grouped_mm" in name:
         # each row or column meets one matrix of many; the gradient of transformers' op is two products
         left, right = args[:2]

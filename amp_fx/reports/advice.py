@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from amp_fx.graphs.values import KNOWN_NAMESPACES
+from amp_fx.notices import outside_remedy
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import unused_rules
 from amp_fx.policy import OpClass, Policy
 
-#: the kinds of advice about code that never became a graph, a rule that matches nothing, and a baseline that fails
-NOT_COMPILED, UNUSED_RULE, NO_AUTOCAST = "not compiled", "rule", "autocast"
+#: the kinds of advice about code that never became a graph, what it multiplies in fp32, a rule that matches nothing,
+#: and a baseline that fails
+NOT_COMPILED, OUTSIDE, UNUSED_RULE, NO_AUTOCAST = "not compiled", "outside", "rule", "autocast"
 #: namespaces whose ops multiply nothing, or have a formula
 _OF_TORCH = (*KNOWN_NAMESPACES, "rngprims", "_c10d_functional", "c10d_functional")
 #: tensor cores read operands in rows of 16 bytes
@@ -85,6 +87,14 @@ def _fused_layers(plans: Sequence[Plan]) -> list[Advice]:
     )
     remedy = "torch.backends.mha.set_fastpath_enabled(False), before the first call, has their parts compiled"
     return [Advice("fused layer", text, remedy=remedy)]
+
+
+def outside_advice(outside: Mapping[str, int], device: str, low: torch.dtype) -> list[Advice]:
+    """What lowers matmuls in fp32 in code that Dynamo leaves to eager; nothing where there are none."""
+    if not outside.get("float32"):
+        return []
+    text = "matmuls run outside of graphs, in fp32, in code that Dynamo leaves to eager"
+    return [Advice(OUTSIDE, text, remedy=outside_remedy(device, low))]
 
 
 def autocast_fails(graphs: Iterable[str]) -> Advice:

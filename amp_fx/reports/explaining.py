@@ -31,7 +31,7 @@ from amp_fx._torch import (
 )
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.batches import arguments_of, compiling
-from amp_fx.graphs.values import tensors
+from amp_fx.graphs.values import program_device
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.sensitivity import Sensitivity, add_sensitivities
@@ -41,6 +41,7 @@ from amp_fx.reports.advice import (
     Advice,
     autocast_fails,
     layout_advice,
+    outside_advice,
     scaling_advice,
     weight_advice,
 )
@@ -129,6 +130,8 @@ def explain(
     ]
     if parsed.scaler is None:
         notes += scaling_advice(plans)
+    if not (torch.is_autocast_enabled(call.device) or parsed.is_slower_low(call.device)):
+        notes += outside_advice(report.outside, call.device, parsed.low_dtype(call.device))
     return replace(
         report,
         title=title if target is None else f"{title} on {find_target(target).name}",
@@ -157,8 +160,7 @@ class _Call:
 
     @property
     def device(self) -> str:
-        given = [*tensors((self.args, self.kwargs)), *self.parameters.values()]
-        return next((value.device.type for value in given if value.device.type != "cpu"), "cpu")
+        return program_device(self.program, (self.args, self.kwargs))
 
     @contextlib.contextmanager
     def traced_anew(self) -> Iterator[None]:
@@ -213,15 +215,16 @@ def _compared(
     with record() as recording, only_looking(), unwrapped_errors(AmpFxError):
         ours = lower(partial(amp_fx, options=options))
     ours.complete(recording.plans)
+    outside = dict(ours.outside.flops)
     if not with_autocast:
-        return Report(recording.plans, costs={"amp_fx": ours.cost})
+        return Report(recording.plans, costs={"amp_fx": ours.cost}, outside=outside)
     failed: dict[str, None] = {}
     theirs = lower(autocast_backend(options, failed))
     notes = [autocast_fails(failed)] if failed else []
     graphs = {"torch.autocast": theirs.graphs, "amp_fx": ours.graphs}
     costs = {"amp_fx": ours.cost, "torch.autocast": theirs.cost}
     modules = casts_by_module(graphs, recording.plans)
-    return Report(recording.plans, costs=costs, notes=notes, modules=modules)
+    return Report(recording.plans, costs=costs, notes=notes, modules=modules, outside=outside)
 
 
 def _here(call: _Call) -> Report:
@@ -235,7 +238,7 @@ def _here(call: _Call) -> Report:
         def compile_or_forget(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             before = len(found.graphs)
             try:
-                return backend(gm, example_inputs)
+                return found.outside.leave_out(backend(gm, example_inputs))
             except Exception:
                 # Inductor may ask Dynamo to trace again: then this graph never runs
                 del found.graphs[before:]
@@ -246,6 +249,7 @@ def _here(call: _Call) -> Report:
             untouched(call.program, call.args, call.kwargs) as (given, named),
             compiling(call.program, (call.args, call.kwargs)),
             replace_inner_compile(found.inner_compile),
+            found.outside,
         ):
             result = torch.compile(entry, backend=compile_or_forget)(*given, **named)
             # the backward, whose graphs are compiled only then; the caller's autocast has nothing to do with it

@@ -23,6 +23,7 @@ from amp_fx._torch import (
     compile_with_inductor,
     lower_with_inductor,
     op_name,
+    size_hint,
 )
 from amp_fx.graphs.calls import module_path, source_line, target_name, values_read
 from amp_fx.graphs.fake_runs import is_matmul
@@ -37,6 +38,7 @@ from amp_fx.plans.reading import cast_plan, conversion, input_plan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
 from amp_fx.reports.advice import starred
+from amp_fx.reports.outside import OutsideFlops
 from amp_fx.settings import Options
 
 #: what a kernel may do beside converting and still be a cast
@@ -82,16 +84,17 @@ class _Graph:
 
 @dataclass
 class LoweredGraphs:
-    """Forward and backward graphs in the order of compilation; no code is generated."""
+    """Forward and backward graphs in the order of compilation, and what runs beside them; no code is generated."""
 
     graphs: list[_Graph] = field(default_factory=list)
+    outside: OutsideFlops = field(default_factory=OutsideFlops)
 
     def inner_compile(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Stands in for Inductor's; see :func:`amp_fx._torch.replace_inner_compile`."""
         lowered = lower_with_inductor(gm, inputs, **options)
         phase = "backward" if options.get("is_backward") else "forward"
         self.graphs.append(_Graph(compile_id(), phase, lowered))
-        return lowered.call
+        return self.outside.leave_out(lowered.call)
 
     def complete(self, plans: list[Plan]) -> None:
         """Adds the plans of the backward graphs; says of casts, but in bodies, whether they are kernels."""
@@ -275,7 +278,7 @@ def _moved(cast: fx.Node) -> fx.Node:
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
     value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
+    return tuple(map(size_hint, value.shape)) if isinstance(value, Tensor) else ()
 
 
 def _module(node: fx.Node) -> str:

@@ -29,7 +29,7 @@ from amp_fx.viz.words import because
 #: of a file; the version is bumped when the JSON form changes incompatibly
 _HEADER = {"version": 1}
 #: fields that JSON has as they are
-_SAVED = ("plans", "title", "costs", "notes", "sensitivities", "modules", "device")
+_SAVED = ("plans", "title", "costs", "notes", "sensitivities", "modules", "device", "outside")
 #: what :meth:`Report.save` writes
 SUFFIXES = (".html", ".svg", ".png", ".dot", ".json", ".md")
 
@@ -57,6 +57,7 @@ class Report:
             None where it overflows.
         modules: casts by module, of both that ``costs`` compares, in the order of the program.
         device: type of the device that was planned for, ``"cpu"``; empty where only plans are known.
+        outside: dtype -> FLOPs of matmuls in code that Dynamo leaves to eager, forward and backward; not of a target.
         measured: ``"sensitivity"``, or where ``sensitivities`` are errors of the call's own result, ``"error"``.
     """
 
@@ -67,6 +68,7 @@ class Report:
     sensitivities: dict[str, dict[str, float | None]] = field(default_factory=dict)
     modules: list[ModuleCasts] = field(default_factory=list)
     device: str = ""
+    outside: dict[str, int] = field(default_factory=dict)
     measured: str = "sensitivity"
 
     @property
@@ -101,8 +103,11 @@ class Report:
         return kept_casts(self.plans)
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """Share of each dtype: ``{"bfloat16": {"flops": 0.98, "bytes": 0.6}}``, bytes of results."""
-        flops: Counter[str] = Counter()
+        """Share of each dtype, :attr:`outside` included: ``{"bfloat16": {"flops": 0.98, "bytes": 0.6}}``.
+
+        The bytes are those of results, in graphs.
+        """
+        flops: Counter[str] = Counter(self.outside)
         sizes: Counter[str] = Counter()
         for plan in self.plans:
             for node in plan.nodes:
@@ -140,6 +145,7 @@ class Report:
                 *text.verdict(self.plans, self.costs, self.device, self.notes),
                 "",
                 *text.share_lines(self.shares()),
+                *text.outside_lines(self.outside, self.plans, self.notes),
             ]
             head += ["", *text.cost_lines(self.compared(), self.held, is_measured=bool(self.costs))]
         kept = kept_lines(self.kept)

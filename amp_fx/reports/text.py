@@ -12,7 +12,7 @@ import torch
 
 from amp_fx.graphs.calls import short_source
 from amp_fx.plans.plan import Cost, InputPlan, Plan, dtype_name
-from amp_fx.reports.advice import NO_AUTOCAST, NOT_COMPILED, UNUSED_RULE, Advice
+from amp_fx.reports.advice import NO_AUTOCAST, NOT_COMPILED, OUTSIDE, UNUSED_RULE, Advice
 from amp_fx.viz.words import more_bytes, size
 
 #: the first screen: lines, and characters in a line where there is no terminal that has fewer
@@ -71,6 +71,14 @@ def share_lines(shares: Mapping[str, Mapping[str, float]]) -> list[str]:
         bars = [f"{row[kind]:>8.1%} {'#' * round(row[kind] * _BAR):<{_BAR}}" for kind in ("flops", "bytes")]
         lines.append(f"  {dtype:<14}{bars[0]}{'':10}{bars[1]}".rstrip())
     return lines if len(lines) > 1 else ["no floating computation"]
+
+
+def outside_lines(outside: Mapping[str, int], plans: Sequence[Plan], notes: Sequence[Advice]) -> list[str]:
+    """A line on code that Dynamo leaves to eager; nothing where that multiplies nothing."""
+    total = sum(outside.values()) + sum(node.flops for plan in plans for node in plan.nodes)
+    rows = [f"{flops / total:.1%} of the FLOPs in {dtype}" for dtype, flops in outside.items()]
+    remedy = "; amp_fx.compile(model, outside='autocast')" * any(row.kind == OUTSIDE for row in notes)
+    return [f"  outside of graphs, in eager code: {', '.join(rows)}{remedy}"] if rows else []
 
 
 def cost_lines(compared: Mapping[str, Cost], held: Sequence[InputPlan], *, is_measured: bool) -> list[str]:
