@@ -41,6 +41,7 @@ from amp_fx.rewriting import add_autocast, rewrite
 from amp_fx.settings import Options
 from amp_fx.viz.words import summary
 from amp_fx.weights.changes import counting
+from amp_fx.weights.mode import casts_in_each_call
 from amp_fx.widened import refuse_training
 
 logger = logging.getLogger(__name__)
@@ -82,10 +83,13 @@ def compile_graph(
     # Dynamo compiles for each mode by itself
     if torch.is_grad_enabled() and opts.weights in ("cache", "freeze"):
         logger.info("weights=%r means 'cast' in graphs with gradients", opts.weights)
-    if torch.is_grad_enabled() or (opts.weights == "auto" and not in_inference_mode()):
+    why_cast = casts_in_each_call(
+        opts.weights, with_gradients=torch.is_grad_enabled(), in_inference_mode=in_inference_mode()
+    )
+    if why_cast:
         opts = replace(opts, weights="cast")
     ambient = ambient_regions({device: opts.low_dtype(device) for device in listed_devices(gm)})
-    call = Call(gm, example_inputs, ambient, opts, watch)
+    call = Call(gm, example_inputs, ambient, opts, watch, why_cast)
     if call.training:
         refuse_training(gm, example_inputs)
     if reason := not_ours(gm):

@@ -55,7 +55,9 @@ from amp_fx.policy.levels import Level, is_narrow
 from amp_fx.scaling import find_scaler
 from amp_fx.settings import Options
 from amp_fx.state import cache_results
-from amp_fx.weights.graphs import WeightsGraph, cached, copied_weights, freeze, packed
+from amp_fx.weights.calling import WeightsGraph, with_weights
+from amp_fx.weights.lift import kept_copies
+from amp_fx.weights.mode import Facts, Mode, weights_mode
 from amp_fx.weights.products import write_out_int8
 from amp_fx.widened import widenings
 
@@ -79,13 +81,19 @@ class Watch(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """What the backend was called with, and what follows from it; ``ambient``: autocast at entry per device type."""
+    """What the backend was called with, and what follows from it.
+
+    Attributes:
+        ambient: autocast at entry per device type.
+        why_cast: why weights are cast in each call, where ``opts`` says that they are.
+    """
 
     gm: fx.GraphModule
     example_inputs: Sequence[Any]
     ambient: Mapping[str, Region]
     opts: Options
     watch: Watch | None = None
+    why_cast: str = "weights='cast'"
 
     def __post_init__(self) -> None:
         # the graph will be differentiated; fake values do not say whether they require a gradient
@@ -115,14 +123,18 @@ def compile_rewritten(
     """Compiles what the passes have made of a graph; ``place`` chooses what runs below 16 bits, if anything may."""
     if call.watch is not None:
         more = call.watch.add(call, rewritten, plan)
-        observed = Call(rewritten, [*call.example_inputs, *more], call.ambient, call.opts)
+        observed = Call(
+            rewritten, [*call.example_inputs, *more], call.ambient, call.opts, why_cast=call.why_cast
+        )
         return call.watch.bind(compile_rewritten(observed, rewritten, plan, place))
     in_int8 = any(level.dtype is torch.int8 for level in _levels(rewritten))
     if in_int8 and graph_devices(call.gm) == {"cpu"} and not multiplies_int8():
         write_out_int8(rewritten.graph)
-    kept = _with_kept_weights(call, rewritten)
+    mode = _mode(call, rewritten)
+    plan.weights = str(mode)
+    kept = _with_weights(call, rewritten, mode)
     if kept is not None:
-        return _WithDerived(kept, call.opts)
+        return _WithPrepared(kept, call.opts)
     if place is None and not plan.changed and not call.in_autocast:
         logger.debug("nothing to cast: the graph is compiled as Dynamo made it")
         return lower(call.gm, call.example_inputs, call.opts, call.scaler)
@@ -134,41 +146,38 @@ def _levels(rewritten: fx.GraphModule) -> list[Level]:
     return [node.meta[LEVEL][0] for node in rewritten.graph.nodes if node.meta.get(LEVEL)]
 
 
-def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | None:
-    """Compiles a graph that is called with what is derived from its weights; None for one that has none of that."""
-    opts, is_frozen = call.opts, call.opts.weights == "freeze"
-    if torch.is_grad_enabled():
-        return None
-    low = copied_weights(rewritten)
-    # there is nothing to pack where weights are inputs in fp8: oneDNN has no fp8
-    has_narrow = any(is_narrow(node.meta["val"]) for node in rewritten.graph.find_nodes(op="placeholder"))
-    # folding BatchNorm does not round where eager autocast rounds
-    on_cpu = graph_devices(call.gm) == {"cpu"}
-    # before torch 2.13, AOTAutograd asks what is packed for its memory where others share theirs and are written to
-    may_pack = on_cpu and (torch.__version__ >= "2.13" or not writes_to_shared_inputs(rewritten.graph))
-    packs = may_pack and opts.numerics != "eager" and not has_narrow
-    # by default no linears in fp32: that would take their memory once more
-    by_default = bool(_levels(rewritten) or low or widenings(call.gm))
-    by_default |= any(map(convolves, rewritten.graph.nodes))
-    packs &= opts.weights == "cache" or (opts.weights == "auto" and by_default)
-    changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
-    is_code = tunes_kernels(opts.inductor) or not may_pack
-    if (is_frozen or packs) and is_code:
+def _mode(call: Call, rewritten: fx.GraphModule) -> Mode:
+    """What becomes of the graph's weights."""
+    opts, graph = call.opts, rewritten.graph
+    if opts.weights == "cast":
+        return Mode("cast", call.why_cast)
+    kept = kept_copies(graph)
+    facts = Facts(
+        on_cpu=graph_devices(call.gm) == {"cpu"},
+        writes_to_shared=torch.__version__ < "2.13" and writes_to_shared_inputs(graph),
+        in_eager_numerics=opts.numerics == "eager",
+        has_fp8=any(is_narrow(node.meta["val"]) for node in (*graph.find_nodes(op="placeholder"), *kept)),
+        gains=bool(_levels(rewritten) or kept or widenings(call.gm)) or any(map(convolves, graph.nodes)),
+        tunes_kernels=tunes_kernels(opts.inductor),
+    )
+    return weights_mode(opts.weights, facts, strict=opts.strict)
+
+
+def _with_weights(call: Call, rewritten: fx.GraphModule, mode: Mode) -> WeightsGraph | None:
+    """Compiles a graph that is called with what is made of its weights; None for one that needs none of that."""
+    changes: dict[str, Any] = {}
+    if mode.name == "code":
         # a constant that is part of the code could not change
-        inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": changes["may_change"]}
-        frozen = replace(opts, inductor=inductor)
-        return freeze(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, frozen), **changes)
-    if is_frozen or packs:
+        changes = {"freezing": True, "always_keep_tensor_constants": mode.may_change}
+    elif mode.name == "packed":
         # what is packed has no strides
-        lenient = replace(opts, inductor={**opts.inductor, "size_asserts": False})
-        return packed(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, lenient), **changes)
-    if low:
-        return cached(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, opts))
-    return None
+        changes = {"size_asserts": False}
+    own = replace(call.opts, inductor={**call.opts.inductor, **changes})
+    return with_weights(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, own), mode)
 
 
-class _WithDerived:
-    """A compiled graph with what is derived from its weights; if that fails, it is derived for each call."""
+class _WithPrepared:
+    """A compiled graph with what is made of its weights; if keeping that fails, it is made in each call."""
 
     def __init__(self, graph: WeightsGraph, opts: Options) -> None:
         self._graph, self._opts = graph, opts
@@ -178,15 +187,15 @@ class _WithDerived:
         if self._gave_up:
             return self._graph.run(args, self._graph.once(args))
         try:
-            derived = self._graph.derived(args)
+            prepared = self._graph.prepared(args)
         except Exception as error:
             if is_raised(self._opts, error):
                 raise
             logger.info("what is kept of weights fails", exc_info=True)
-            derived, reason = self._graph.once(args), reason_of(error)
+            prepared, reason = self._graph.once(args), reason_of(error)
             self._gave_up = True
             warn_fallback("makes what a graph needs of its weights in each call", reason)
-        return self._graph.run(args, derived)
+        return self._graph.run(args, prepared)
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.sensitivity import CallSensitivity, Sensitivity
 from amp_fx.policy.levels import levels_of
 from amp_fx.settings import Options
-from amp_fx.weights.graphs import weight_inputs
+from amp_fx.weights.lift import weight_inputs
 from amp_fx.widened import widenings
 
 logger = logging.getLogger(__name__)
@@ -126,11 +126,11 @@ def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, c
     }
     mark = levels = None
     if not context.training:
-        keeps = {"keeps_weights": given.caches_weights, "stored": given.fold is not None}
+        keeps = {"keeps_weights": given.caches_weights, "stored": given.store is not None}
         levels = planned_levels(opts, device, rows, training=False, **keeps)
     elif (planned := follows and chosen.decides_levels) or levels_of(context.policy.base, training=True):
         mark = MarkMatmuls(planned)
-    given = replace(given, place=Replay(rows, given.fold is not None), levels=levels, mark=mark)
+    given = replace(given, place=Replay(rows, given.store is not None), levels=levels, mark=mark)
     plan = run_passes(captured, captured_passes(given), context)
     plan.policy, plan.unused_rules, plan.meaning = chosen.policy, chosen.unused_rules, chosen.meaning
     return plan

@@ -16,20 +16,23 @@ from amp_fx._torch import unwrapped_errors
 from amp_fx.errors import AmpFxError, CaptureError, PassError
 from amp_fx.graphs.batches import arguments_of, call_of
 from amp_fx.graphs.calls import is_cast
-from amp_fx.graphs.keys import COPY_META
+from amp_fx.graphs.keys import KEPT_META
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, listed_devices
 from amp_fx.plans.plan import dtype_name
+from amp_fx.policy.forms import ScaledRows
 from amp_fx.policy.levels import LEVELS
 from amp_fx.reports.step import apart, entry_of
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
-from amp_fx.weights.graphs import copied_weights
-from amp_fx.weights.recipes import Cast, CopyRecipe, recipe_of
+from amp_fx.weights.lift import kept_copies, steps_to
 from amp_fx.widened import Identity, Unscaled, identity, replace_by_pair, replace_parameter
 
 logger = logging.getLogger(__name__)
+
+#: in which a parameter is read: cast to a dtype, or rows with scales
+Form = torch.dtype | ScaledRows
 
 
 @dataclass(frozen=True)
@@ -106,20 +109,20 @@ def store_low(
         wanted = _read_low(program, calls, opts)
     else:
         low = [value for value in program.parameters() if value.dtype in LOW_DTYPES]
-        wanted: dict[Identity, CopyRecipe] = {identity(value): Cast(value.dtype) for value in low}
+        wanted: dict[Identity, Form] = {identity(value): value.dtype for value in low}
     done: dict[Identity, Any] = {}
     stored: dict[str, str] = {}
     for path, (module, name) in own.items():
         value = module.get_parameter(name)
-        recipe = wanted.get(key := identity(value))
-        if isinstance(recipe, Cast):
+        form = wanted.get(key := identity(value))
+        if isinstance(form, torch.dtype):
             if key not in done:
-                done[key] = nn.Parameter(value.detach().to(recipe.dtype), value.requires_grad)
+                done[key] = nn.Parameter(value.detach().to(form), value.requires_grad)
             replace_parameter(module, name, done[key])
-            stored[path] = dtype_name(recipe.dtype)
-        elif recipe is not None:
-            level = LEVELS[recipe.level]
-            held = Unscaled(recipe.made, f"_{level.policy}_scale", in_rows=recipe.in_rows)
+            stored[path] = dtype_name(form)
+        elif form is not None:
+            level = LEVELS[form.level]
+            held = Unscaled(form, f"_{level.policy}_scale", in_rows=form.in_rows)
             done[key] = replace_by_pair(module, name, held, done.get(key))
             stored[path] = dtype_name(level.dtype)
     result = StoredLow(stored, tuple(path for path in own if path not in stored), before, _bytes(program))
@@ -134,9 +137,9 @@ def _bytes(program: nn.Module) -> int:
 
 def _read_low(
     program: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], opts: Options
-) -> dict[Identity, CopyRecipe]:
-    """The parameters that all graphs read in one low form only, and the recipe of that."""
-    reads: dict[Identity, set[CopyRecipe | None]] = {}
+) -> dict[Identity, Form]:
+    """The parameters that all graphs read in one low form only, and that form."""
+    reads: dict[Identity, set[Form | None]] = {}
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         lows = _low_reads(gm, opts)
@@ -148,11 +151,11 @@ def _read_low(
     with apart(), torch.no_grad(), unwrapped_errors(AmpFxError):
         for args, kwargs in calls:
             torch.compile(entry_of(program), backend=backend)(*args, **kwargs)
-    return {key: recipe for key, (recipe, *others) in reads.items() if recipe is not None and not others}
+    return {key: form for key, (form, *others) in reads.items() if form is not None and not others}
 
 
-def _low_reads(gm: fx.GraphModule, opts: Options) -> dict[str, CopyRecipe]:
-    """Names of the inputs of a graph that are read in one low form and in no other, and the recipe of that."""
+def _low_reads(gm: fx.GraphModule, opts: Options) -> dict[str, Form]:
+    """Names of the inputs of a graph that are read in one low form and in no other, and that form."""
     devices = listed_devices(gm)
     if not_ours(gm):
         return {}
@@ -166,13 +169,16 @@ def _low_reads(gm: fx.GraphModule, opts: Options) -> dict[str, CopyRecipe]:
         logger.info("a graph cannot be rewritten; its weights stay", exc_info=True)
         return {}
     folds = devices == {"cpu"} and opts.weights != "cast" and opts.numerics != "eager"
-    kept = {node.name for node in rewritten.graph.find_nodes(op="placeholder") if node.users}
-    found: dict[str, CopyRecipe] = {}
-    for node in copied_weights(rewritten):
-        weight, (recipe, _) = node.meta[COPY_META], recipe_of(node)
-        if found.setdefault(weight, recipe) != recipe or (folds and _is_scaled_after(node)):
-            kept.add(weight)
-    return {name: recipe for name, recipe in found.items() if name not in kept}
+    copies = kept_copies(rewritten.graph)
+    steps = {*steps_to(copies)}
+    inputs = rewritten.graph.find_nodes(op="placeholder")
+    stays = {node.name for node in inputs if any(user not in steps for user in node.users)}
+    found: dict[str, Form] = {}
+    for node in copies:
+        weight, form = node.meta[KEPT_META].weight, node.meta[KEPT_META].form
+        if found.setdefault(weight, form) != form or (folds and _is_scaled_after(node)):
+            stays.add(weight)
+    return {name: form for name, form in found.items() if name not in stays}
 
 
 def _is_scaled_after(node: fx.Node) -> bool:

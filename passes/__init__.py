@@ -22,7 +22,7 @@ from amp_fx.passes.forward.insert_casts import InsertCasts
 from amp_fx.passes.forward.lower_transforms import LowerTransforms
 from amp_fx.passes.forward.place import Place, Replay
 from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
-from amp_fx.passes.forward.weights import CacheWeights, FoldWeights, KeepWeights
+from amp_fx.passes.forward.weights import KeepWeights, MarkCopies, MarkStored
 from amp_fx.passes.inductor.attend import Attend
 from amp_fx.passes.inductor.casts import (
     KeepStatistics,
@@ -40,12 +40,12 @@ from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.policy.table import device_row
 
 __all__ = [
-    "OUTLINE", "PARTITIONED", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
-    "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "HoldPacked", "InsertCasts",
-    "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "LowerTransforms", "MarkMatmuls",
-    "Pass", "PassContext", "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales",
-    "Replay", "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
-    "package_passes", "run_in_order", "run_passes",
+    "OUTLINE", "PARTITIONED", "Attend", "CallPacked", "ChooseAttention", "Classify", "Constrain", "FuseCasts",
+    "GemmEpilogue", "Given", "HoldPacked", "InsertCasts", "KeepStatistics", "KeepWeights", "LayOutGradients",
+    "LayOutWeights", "LowerTransforms", "MarkCopies", "MarkMatmuls", "MarkStored", "Pass", "PassContext",
+    "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
+    "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes", "package_passes",
+    "run_in_order", "run_passes",
 ]  # fmt: skip
 
 #: what a plan is matched with: calls and their classes
@@ -59,14 +59,14 @@ class Given:
     #: in export, ops whose weights do not fit into the low dtype stay in fp32
     keep: KeepWeights | None = None
     #: in export, weights are stored as they are read
-    fold: FoldWeights | None = None
+    store: MarkStored | None = None
     #: by a plan or by measured sensitivity, instead of by the policy alone
     place: PlaceBySensitivity | Replay | None = None
     #: without gradients, which matmuls run below 16 bits
     levels: PlaceLevels | None = None
     #: in training, which matmuls may run below 16 bits
     mark: MarkMatmuls | None = None
-    #: low copies of weights live across calls, and are inputs of the graph
+    #: low copies of weights live across calls
     caches_weights: bool = False
 
 
@@ -75,22 +75,22 @@ def captured_passes(given: Given) -> tuple[Pass, ...]:
     passes: list[Pass] = [*OUTLINE, Constrain()]
     if given.keep is not None:
         passes.append(given.keep)
-    passes.append(given.place or Place(stored=given.fold is not None))
-    if given.fold is None and not isinstance(given.place, Replay):
+    passes.append(given.place or Place(stored=given.store is not None))
+    if given.store is None and not isinstance(given.place, Replay):
         # a program is stored with the call as it is; a plan has the choice
         passes.append(ChooseAttention())
-    passes += [InsertCasts(stored=given.fold is not None)]
-    if given.fold is not None and given.levels is None:
-        passes.append(given.fold)
+    passes += [InsertCasts(stored=given.store is not None)]
+    if given.store is not None and given.levels is None:
+        passes.append(given.store)
     passes.append(FuseCasts())
     if given.levels is not None:
-        passes += [given.levels, QuantiseMatmuls(joint=False, stored=given.fold is not None)]
-        if given.fold is not None:
-            # after the copies that are stored were made; it leaves casts that do nothing
-            passes += [given.fold, FuseCasts()]
+        passes += [given.levels, QuantiseMatmuls(joint=False, stored=given.store is not None)]
+        if given.store is not None:
+            # after the copies that are stored were made; rows of tables that were widened may be cast again
+            passes += [given.store, FuseCasts()]
     if given.caches_weights:
-        passes.append(CacheWeights())
-    if given.fold is None:
+        passes.append(MarkCopies())
+    if given.store is None:
         passes.append(LowerTransforms(replays=isinstance(given.place, Replay)))
     passes.append(Verify())
     if given.mark is not None:

@@ -7,16 +7,17 @@ The interpreter truncates to bfloat16, so the copies are float16.
 
 from __future__ import annotations
 
+import functools
 import json
 
 import torch
 from torch import Tensor, nn
 
-from amp_fx.weights import derived, touch
-from amp_fx.weights.derived import CacheEntry, DerivedInputs, Input, WeightCache
-from amp_fx.weights.recipes import Cast, Scaled
+from amp_fx.policy.forms import ScaledRows
+from amp_fx.weights import cache, touch
+from amp_fx.weights.cache import CacheEntry, WeightCache, keep
 from amp_fx.weights.renewal import CHUNK, Renewal
-from writes import WRITES, are_current, copies_for, new_layer
+from writes import WRITES, are_current, copies_for, copies_in, new_layer
 
 LOW = torch.float16
 
@@ -54,7 +55,7 @@ def ways_that_break_the_rule() -> list[str]:
 def only_what_was_written_to_is_made_again() -> list[bool]:
     originals = values()
     copies = [torch.empty_like(w, dtype=LOW) for w in originals]
-    renewal = Renewal([(w, (copy,), Cast(LOW)) for w, copy in zip(originals, copies, strict=True)])
+    renewal = Renewal([(w, (copy,), LOW) for w, copy in zip(originals, copies, strict=True)])
     # what is all zeros looks as nothing does that was never seen: others make the first copies
     copies[3].zero_()
     renewal.launch()
@@ -73,7 +74,7 @@ def copies_stay_where_they_are() -> list[bool]:
     low = copies_for(len(parameters), LOW)
     first = low.of(parameters)
     renewal = entry_of(low).renewal
-    found = [are_current(low, parameters), len(entry_of(low).derived) == len(parameters)]
+    found = [are_current(low, parameters), len(entry_of(low).prepared) == len(parameters)]
     for parameter in parameters[:-1]:
         parameter.data.sub_(2.0)
         # the host does not even know
@@ -100,17 +101,16 @@ def matrices_in_fp8_are_renewed() -> list[bool]:
         (torch.randn(32, 64).t().bfloat16(), False),
         (zeros * 1e30, True),
     ]
-    recipes = [Scaled("rowwise", in_rows) for _, in_rows in cases]
+    forms = [ScaledRows("rowwise", in_rows) for _, in_rows in cases]
     parameters: list[Tensor] = [nn.Parameter(weight) for weight, _ in cases]
-    inputs = [Input(at, part) for at in range(len(cases)) for part in range(2)]
-    low = WeightCache(DerivedInputs([(recipe, (at,)) for at, recipe in enumerate(recipes)], inputs).derive)
+    low = WeightCache(functools.partial(keep, copies_in(parameters, *forms)))
     first = low.of(parameters)
     found = []
     for write in (None, *range(len(cases))):
         if write is not None:
             parameters[write].data[:, ::2].mul_(3.0)
         now = low.of(parameters)
-        made = [recipe.made(p.detach()) for p, recipe in zip(parameters, recipes, strict=True)]
+        made = [form(p.detach()) for p, form in zip(parameters, forms, strict=True)]
         found.append(all(map(same, now, [tensor for tensors in made for tensor in tensors])))
         found.append(all(ours is theirs for ours, theirs in zip(now, first, strict=True)))
     # what is not finite is in the factor, and so in every product
@@ -133,7 +133,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 if __name__ == "__main__":
     # as if this were on a GPU: true for one dense piece of memory
-    derived._is_renewed = lambda _, w: w.untyped_storage().nbytes() in (w.nbytes, 3 * w.nbytes)
+    cache._is_renewed = lambda _, w: w.untyped_storage().nbytes() in (w.nbytes, 3 * w.nbytes)
     found = {
         "ways that break the rule": ways_that_break_the_rule(),
         "only what was written to is made again": only_what_was_written_to_is_made_again(),

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from amp_fx.weights.derived import DerivedInputs, Input, WeightCache
-from amp_fx.weights.recipes import Cast
+from amp_fx.graphs.keys import KEPT_META, Kept
+from amp_fx.policy.forms import ScaledRows
+from amp_fx.weights.cache import WeightCache, keep
+from amp_fx.weights.lift import Prepare, prepare_of
 
 _flat = functools.partial(torch.randn, 3 * 65536)
 
@@ -125,10 +129,27 @@ def new_weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in ((64, 48), (48,), (3,), (8, 4, 3, 3))]
 
 
+def copies_in(weights: Sequence[Tensor | None], *forms: torch.dtype | ScaledRows) -> Prepare:
+    """What a graph makes of weights: copies in one form, or in one for each. A dtype needs no value of its weight."""
+    graph, made = fx.Graph(), list[fx.Node]()
+    inputs = [graph.placeholder(f"weight{at}") for at in range(len(weights))]
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return graph.call_function(target, args, kwargs)
+
+    for at, (node, weight) in enumerate(zip(inputs, weights, strict=True)):
+        form, node.meta["val"] = forms[at % len(forms)], weight
+        is_cast = isinstance(form, torch.dtype)
+        copies = (call(torch.ops.aten.to.dtype, node, form),) if is_cast else form.steps(node, call)
+        for copy in copies:
+            copy.meta[KEPT_META] = Kept(node.name, "", form)
+        made += copies
+    return prepare_of(fx.GraphModule({}, graph), inputs, [(copy, None) for copy in made])
+
+
 def copies_for(count: int, dtype: torch.dtype = torch.bfloat16) -> WeightCache[list[Tensor]]:
     """The copies of so many weights in a graph."""
-    places = range(count)
-    return WeightCache(DerivedInputs([(Cast(dtype), (at,)) for at in places], [*map(Input, places)]).derive)
+    return WeightCache(functools.partial(keep, copies_in([None] * count, dtype)))
 
 
 def are_current(copies: WeightCache[list[Tensor]], parameters: Sequence[Tensor]) -> bool:

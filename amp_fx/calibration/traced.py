@@ -31,7 +31,7 @@ from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import TracedGraph, on_target
-from amp_fx.weights.graphs import weight_inputs
+from amp_fx.weights.lift import weight_inputs
 
 
 class Second(NamedTuple):

@@ -17,16 +17,32 @@ import torch
 
 from amp_fx._torch import multiplies_int8
 from amp_fx.errors import AmpFxError, ExportError, OptionsError, did_you_mean, one_of
-from amp_fx.exporting.program import beyond_range, narrow_ends, new_program, store_low, stored_weights, tied
+from amp_fx.exporting.program import (
+    beyond_range,
+    lift_weights,
+    narrow_ends,
+    new_program,
+    stored_weights,
+    tied,
+)
 from amp_fx.graphs.batches import compiling, inputs_of, raised
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device, listed_devices, tensors
 from amp_fx.level_passes import policy_levels
-from amp_fx.passes import FoldWeights, Given, KeepWeights, PassContext, captured_passes, run_passes
+from amp_fx.passes import (
+    FuseCasts,
+    Given,
+    KeepWeights,
+    MarkStored,
+    PassContext,
+    captured_passes,
+    run_in_order,
+    run_passes,
+)
 from amp_fx.placement.devices import resolve
-from amp_fx.plans.reading import unused_rules
+from amp_fx.plans.reading import casts_in, input_plans, unused_rules
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import levels_of
 from amp_fx.rewriting import replay
@@ -175,7 +191,7 @@ def _convert(
     weights = stored_weights(ep)
     groups = tied(weights)
     kept = beyond_range(weights, low) if own["weights_beyond_range"] == "keep" else []
-    fold = FoldWeights(
+    store = MarkStored(
         tuple(tuple(weight.name for weight in group) for group in groups),
         "keep" if opts.numerics == "eager" else own["tables"],
     )
@@ -187,7 +203,7 @@ def _convert(
         )
     names, bits = frozenset(weight.name for weight in weights), 7 if own["int8_range"] == "reduced" else 8
     context = PassContext(opts.policy, opts.numerics, profile, folded=names, weight_bits=bits)
-    given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), fold=fold), ""
+    given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), store=store), ""
     if opts.plan is not None:
         plan = replay(gm, opts, device, given, context)
     else:
@@ -196,11 +212,13 @@ def _convert(
             given = replace(given, levels=levels)
         plan = run_passes(gm, captured_passes(given), context)
         plan.meaning = means
-    plan.inputs = [
-        replace(given, parameter=not context.folded.isdisjoint((given.name, given.copy_of)))
-        for given in plan.inputs
-    ]
-    program = new_program(ep, gm, store_low(gm, groups, fold.derived, own["weights_beyond_range"]), narrowed)
+    folds = devices == {"cpu"} and opts.numerics != "eager"
+    stored = lift_weights(gm, groups, own["weights_beyond_range"], folds=folds)
+    # where a norm was, a value may have been widened and narrowed
+    run_in_order(gm, (FuseCasts(),), context)
+    plan.inputs = input_plans(gm, names)
+    plan.casts = [*casts_in(gm), *(cast for cast in plan.casts if "." in cast.name)]
+    program = new_program(ep, gm, stored, narrowed)
     program.graph_module.meta[PLAN_META] = plan
     for text in unused_rules([plan]):
         logger.warning("%s", text)

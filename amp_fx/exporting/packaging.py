@@ -36,8 +36,8 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import is_narrow
-from amp_fx.weights.graphs import is_plain
-from amp_fx.weights.packing import pack
+from amp_fx.weights.lift import Lift, is_plain
+from amp_fx.weights.patterns import apply_patterns
 from amp_fx.weights.products import write_in_int8, write_out_int8
 
 logger = logging.getLogger(__name__)
@@ -184,10 +184,15 @@ def _packed(program: torch.export.ExportedProgram) -> tuple[torch.export.Exporte
             write_in_int8(gm.graph, weights)
         else:
             write_out_int8(gm.graph)
-    added, positions, derived = pack(gm, weights, [], wide=True)
+    lift = Lift(gm, weights)
+    lift.extend()
+    apply_patterns(lift, wide=True)
+    lift.take_the_rest()
+    split = lift.split()
     parameters: dict[str, nn.Parameter] = {}
     packed: dict[int, Tensor] = {}
-    for node, value in zip(added, derived.once([values[inputs[at].name] for at in positions]), strict=True):
+    made = split.prepare([values[node.name] for node in split.weights])
+    for node, value in zip(split.inputs, made, strict=True):
         if value.is_mkldnn:
             # no program holds such a tensor: Inductor finds it by the address of one in its place
             like = torch.zeros(value.shape, dtype=value.dtype)

@@ -14,12 +14,13 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_fx.errors import InputError, OptionsError
-from amp_fx.graphs.calls import PROGRAM_CAST, output_nodes, start
+from amp_fx.graphs.calls import PROGRAM_CAST, graph_inputs_of, output_nodes, start
 from amp_fx.graphs.exported import Inner
-from amp_fx.graphs.keys import CAST_META, COPY_META, OWN, RECIPE_META, REGION_META, TRACED_META
+from amp_fx.graphs.keys import CAST_META, COPY_META, KEPT_META, OWN, REGION_META, TRACED_META, Kept
 from amp_fx.graphs.rewriter import Rewriter
-from amp_fx.graphs.values import dtypes_and_sizes, is_eligible, storage_of, storages_written_in
-from amp_fx.weights.derived import DerivedInputs
+from amp_fx.graphs.values import LOW_DTYPES, dtypes_and_sizes, is_eligible, storage_of, storages_written_in
+from amp_fx.weights.lift import Lift, kept_copies, steps_to
+from amp_fx.weights.patterns import fold_norms
 from amp_fx.widened import identity
 
 _WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -70,60 +71,112 @@ def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
     return value.isfinite() & value.to(low).isinf()
 
 
-def store_low(
-    gm: fx.GraphModule,
-    groups: Sequence[Sequence[Weight]],
-    derived: Iterable[tuple[Sequence[str], DerivedInputs, Sequence[str]]],
-    when_beyond: str,
+def lift_weights(
+    gm: fx.GraphModule, groups: Sequence[Sequence[Weight]], when_beyond: str, *, folds: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What takes the place of weights, by their names in the state dict or among the constants.
+    """Lifts out of a graph what :class:`amp_fx.passes.MarkStored` has marked.
 
-    What else is made of a weight, as its factors below 16 bits, is beside it. The inputs of ``gm`` have the dtypes to
-    store, in ``groups`` tied weights are together, ``derived`` is what :class:`FoldWeights` has noted, and
-    ``when_beyond`` the option ``weights_beyond_range``.
+    Inputs of weights become inputs of what is stored in their place; what is stored beside has inputs behind them.
+
+    Args:
+        gm: has the weights as inputs.
+        groups: tied weights are together.
+        when_beyond: the option ``weights_beyond_range``.
+        folds: norms by given statistics are folded into the weights before them.
+
+    Returns:
+        What takes the place of weights, by their names in the state dict or among the constants; what else is made of
+        a weight, as its factors below 16 bits, is beside it.
+
+    Raises:
+        OptionsError: a weight is beyond the range of the dtype that it is to be stored in.
     """
-    inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     weights = {weight.name: weight for group in groups for weight in group}
+    inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    lift = Lift(gm, steps_to(kept_copies(gm.graph)))
+    if folds:
+        _fold_norms(lift, [inputs[name] for name in weights])
+    taken: list[tuple[Kept, fx.Node]] = []
+    for node in kept_copies(gm.graph):
+        if not node.users:
+            continue
+        kept = node.meta[KEPT_META]
+        given = weight = inputs[kept.weight]
+        if kept.suffix:
+            with gm.graph.inserting_after(weight):
+                given = gm.graph.placeholder(f"{kept.weight}{kept.suffix}")
+            given.target = given.name
+            given.meta = {"val": node.meta["val"].detach(), COPY_META: kept.weight}
+        taken.append((kept, lift.take(node, given=given)))
+        lift.read_instead(node, given)
+    stands = [node.meta["val"].detach() for node in kept_copies(gm.graph) if node.users]
+    split = lift.split()
+    values = split.prepare([weights[node.name].value.detach() for node in split.weights])
+    values = _in_range(values, [kept for kept, _ in taken], groups, when_beyond)
     stored: dict[str, dict[str, torch.Tensor]] = {}
-    refused: list[str] = []
+    for (kept, given), value, stand in zip(taken, values, stands, strict=True):
+        weight = weights[kept.weight]
+        if given.name == weight.name:
+            given.meta["val"] = stand
+            given.meta.pop("tensor_meta", None)
+        learns = isinstance(kept.form, torch.dtype) and weight.value.requires_grad
+        own = stored.setdefault(weight.target, {weight.target: weight.value})
+        own[weight.target + given.name.removeprefix(weight.name)] = _like(weight, value, learns)
     for group in groups:
-        if not any(weight.name in inputs for weight in group):
-            stored |= {weight.target: {} for weight in group}
-            continue
-        node, value = inputs[group[0].name], group[0].value.detach()
-        dtype, (recipe, _) = node.meta["val"].dtype, node.meta.get(RECIPE_META, (None, 0))
-        if recipe is None and value.dtype is dtype:
-            continue
-        if recipe is not None:
-            value, _ = recipe.made(value)
-        elif (beyond := _overflows(value, dtype)).any():
-            names = " = ".join(weight.target for weight in group)
-            refused.append(f"{names} (largest magnitude {value[beyond].abs().max().item():g})")
-            value = torch.where(beyond, value.sign().to(dtype) * torch.finfo(dtype).max, value.to(dtype))
-        else:
-            value = value.to(dtype)
+        held = [stored[weight.target][weight.target] for weight in group if weight.target in stored]
         for weight in group:
-            learns = recipe is None and weight.value.requires_grad
-            stored[weight.target] = {weight.target: _like(weight, value, learns)}
+            # one of tied weights is read, and all are stored
+            if held and not inputs[weight.name].users and weight.target not in stored:
+                stored[weight.target] = {weight.target: held[0]}
+                inputs[weight.name].meta["val"] = inputs[weight.name].meta["val"].to(held[0].dtype).clone()
+    for node in split.weights:
+        if not node.users:
+            gm.graph.erase_node(node)
+            target = weights[node.name].target
+            stored.setdefault(target, {}).pop(target, None)
+    return stored
+
+
+def _fold_norms(lift: Lift, weights: Collection[fx.Node]) -> None:
+    """Folds norms, and marks what is stored of that: the weight in its own place, a bias beside it."""
+    written = storages_written_in(lift.graph)
+    lift.derived.update(node for node in weights if storage_of(node) not in written)
+    for low, bias in fold_norms(lift):
+        weight = next(iter(graph_inputs_of(low)))
+        is_alone = all(user in lift.derived for user in weight.users)
+        is_first = not any(
+            node.meta[KEPT_META].weight == weight.name for node in kept_copies(lift.graph) if node.users
+        )
+        low.meta[KEPT_META] = Kept(weight.name, "" if is_alone and is_first else "_folded_weight")
+        bias.meta[KEPT_META] = Kept(weight.name, "_folded")
+
+
+def _in_range(
+    values: Sequence[torch.Tensor], kept: Sequence[Kept], groups: Sequence[Sequence[Weight]], when_beyond: str
+) -> list[torch.Tensor]:
+    """What is stored, its infinities clamped where the weights are finite; OptionsError if that is not asked for."""
+    group_of = {weight.name: group for group in groups for weight in group}
+    refused: dict[str, float] = {}
+    found = list[torch.Tensor]()
+    for value, each in zip(values, kept, strict=True):
+        group = group_of[each.weight]
+        if value.dtype in LOW_DTYPES and (beyond := value.isinf()).any():
+            source = group[0].value.detach()
+            if source.shape == value.shape:
+                beyond &= source.isfinite()
+            if beyond.any():
+                largest = source[source.isfinite()].abs().max().item()
+                refused[" = ".join(weight.target for weight in group)] = largest
+                most = torch.finfo(value.dtype).max
+                value = torch.where(beyond, value.clamp(-most, most), value)
+        found.append(value)
     if refused and when_beyond == "raise":
+        names = ", ".join(f"{name} (largest magnitude {largest:g})" for name, largest in refused.items())
         raise OptionsError(
-            f"weights beyond the range of the low dtype: {', '.join(refused)}. Use dtype='bfloat16', or say what to do "
+            f"weights beyond the range of the low dtype: {names}. Use dtype='bfloat16', or say what to do "
             "with weights_beyond_range='clamp' or 'keep' (in fp32, with the ops that read them)."
         )
-    beside: list[tuple[fx.Node, torch.Tensor]] = []
-    for node in inputs.values():
-        if COPY_META in node.meta and RECIPE_META in node.meta:
-            recipe, part = node.meta[RECIPE_META]
-            beside.append((node, recipe.made(weights[node.meta[COPY_META]].value.detach())[part]))
-    for names, made, taken in derived:
-        sources = [weights[name] for name in names]
-        values = [stored.get(each.target, {}).get(each.target, each.value).detach() for each in sources]
-        beside += zip(map(inputs.__getitem__, taken), made.once(values), strict=True)
-    for node, value in beside:
-        weight = weights[node.meta[COPY_META]]
-        kept = stored.setdefault(weight.target, {weight.target: weight.value})
-        kept[weight.target + node.name.removeprefix(weight.name)] = _like(weight, value, False)
-    return stored
+    return found
 
 
 def _like(weight: Weight, value: torch.Tensor, learns: bool) -> torch.Tensor:

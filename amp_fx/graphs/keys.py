@@ -1,5 +1,9 @@
 """All keys of ``node.meta`` and ``graph_module.meta`` that are amp_fx's own: what they are on, and what they hold."""
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 #: how all of them begin; nodes of a program that is exported have none of them
 OWN = "amp_fx_"
 
@@ -25,10 +29,10 @@ GONE = "amp_fx_gone"
 STEP_META = "amp_fx_step"
 #: call -> the fake values with which it ran last
 RAN_META = "amp_fx_ran"
-#: input that holds what was made of a weight -> name of the weight
+#: copy of a weight that is made once, and kept or stored -> :class:`Kept`
+KEPT_META = "amp_fx_kept"
+#: input of an exported program that holds what was made of a weight -> name of the weight's input
 COPY_META = "amp_fx_copy_of"
-#: likewise -> its recipe, and which of the recipe's tensors it is
-RECIPE_META = "amp_fx_copy_recipe"
 #: module that was exported -> its plan
 PLAN_META = "amp_fx_plan"
 
@@ -40,7 +44,7 @@ TIED = "amp_fx_tied"
 MAY_ROUND = "amp_fx_may_round"
 #: matmul -> the level below 16 bits in which it is to run
 LEVEL = "amp_fx_level"
-#: copy of a matrix that may be stored, or its factors -> of which matrix, by which recipe
+#: copy of a matrix that may be kept, or its factors -> of which matrix, in which form
 PART = "amp_fx_part"
 #: graph that was placed by sensitivity -> sensitivity of the placement that was chosen, and of torch.autocast's
 SENSITIVITY = "amp_fx_sensitivity"
@@ -55,3 +59,17 @@ MARK = "amp_fx_may_run_below"
 RESULT_MARK = "amp_fx_result"
 #: attention of which an implementation was chosen -> its name in the plan
 ATTENTION_MARK = "amp_fx_attention"
+
+
+class Kept(NamedTuple):
+    """What is noted of a copy of a weight that is made once.
+
+    Attributes:
+        weight: name of the input that holds the weight.
+        suffix: what the copy's name has behind that; empty for the copy that is stored in the weight's place.
+        form: the dtype that the weight is cast to, or :class:`amp_fx.policy.forms.ScaledRows`; None for anything else.
+    """
+
+    weight: str
+    suffix: str
+    form: Any = None

@@ -196,6 +196,8 @@ class Plan:
         training: True if the graph was to be differentiated.
         profile: name of the device profile that weighed casts against arithmetic, or an empty string.
         meaning: what a policy below 16 bits means on the device: the level, or why it means autocast.
+        weights: what becomes of the graph's weights and why: cast in each call, or how they are kept; empty where that
+            was not decided.
         unused_rules: the policy's rules that no call of this graph matches; another graph may have such calls.
         faults: what the installed torch computes wrongly of this graph, and what was done instead; of a backward that
             is compiled when it is first called, from then on.
@@ -215,6 +217,7 @@ class Plan:
     training: bool = False
     profile: str = ""
     meaning: str = ""
+    weights: str = ""
     unused_rules: list[dict[str, str]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 

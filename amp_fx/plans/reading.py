@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from amp_fx._torch import HigherOrderOperator, OpOverload, size_hint
 from amp_fx.errors import did_you_mean
 from amp_fx.graphs.calls import is_cast, is_parameter, output_nodes, source_line, tensor_nodes
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
-from amp_fx.graphs.keys import CAST_META, COPY_META, GONE, STEP_META
+from amp_fx.graphs.keys import CAST_META, COPY_META, GONE, KEPT_META, STEP_META
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, numel, tensors
 from amp_fx.plans.label import Label, label_of
@@ -42,9 +42,16 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
             results = _connect_body(gm, node, path, aliases)
             plan.nodes.append(node_plan(label, node, flops, path, results))
         plan.nodes += node.meta.get(GONE, ())
-        if is_cast(node) and STEP_META not in node.meta and conversion(node) is not None:
-            plan.casts.append(cast_plan(node, path, inserted=CAST_META in node.meta))
+    plan.casts += casts_in(gm, path)
+    plan.inputs += kept_plans(gm, path)
     plan.inputs = [replace(each, alias=aliases.get(each.name, each.alias)) for each in plan.inputs]
+
+
+def casts_in(gm: fx.GraphModule, path: str = "") -> list[CastPlan]:
+    """The conversions that a captured graph does in each call; ``path`` is the prefix of names in a body."""
+    calls = [node for node in gm.graph.nodes if not {STEP_META, KEPT_META} & node.meta.keys()]
+    casts = [node for node in calls if is_cast(node) and conversion(node) is not None]
+    return [cast_plan(node, path, inserted=CAST_META in node.meta) for node in casts]
 
 
 def row_label(node: fx.Node) -> Label | None:
@@ -78,23 +85,50 @@ def node_plan(
         shape=shape,
         bytes=sum(numel(value) * (label.result_dtype or value.dtype).itemsize for value in floating),
         flops=0 if key is None else seen[key],
-        inputs=(*(f"{path}{source.name}" for source in dict.fromkeys(read)), *also_read),
+        inputs=(*dict.fromkeys(f"{path}{_name(source)}" for source in read), *also_read),
         operands=operands,
     )
 
 
+def input_plans(gm: fx.GraphModule, weights: Collection[str]) -> list[InputPlan]:
+    """The plans of a graph's inputs, once its weights are lifted; ``weights``: names of those that a program stores."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    stored = {*weights} | {node.name for node in inputs if node.meta.get(COPY_META) in weights}
+    plans = (input_plan(node, "", node.name in stored) for node in inputs)
+    return [plan for plan in plans if plan is not None]
+
+
+def kept_plans(gm: fx.GraphModule, path: str = "") -> list[InputPlan]:
+    """Copies of weights that are made once: the graph is given them beside the weights."""
+    kept: dict[str, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if KEPT_META in node.meta and node.meta[KEPT_META].suffix:
+            kept.setdefault(node.meta[KEPT_META].weight, []).append(node)
+    weights = (node.name for node in gm.graph.find_nodes(op="placeholder"))
+    plans = (input_plan(node, path, parameter=False) for name in weights for node in kept.get(name, ()))
+    return [*{plan.name: plan for plan in plans if plan is not None}.values()]
+
+
+def _name(node: fx.Node) -> str:
+    """Of a value; a copy of a weight that is made once has the name of what the graph is given."""
+    kept = node.meta.get(KEPT_META)
+    return node.name if kept is None else f"{kept.weight}{kept.suffix}"
+
+
 def input_plan(node: fx.Node, path: str, parameter: bool) -> InputPlan | None:
-    """The plan of a graph input; None for inputs that are not tensors."""
+    """The plan of a graph input, or of what a graph is given beside; None for values that are not tensors."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
+    kept = node.meta.get(KEPT_META)
+    copy_of = node.meta.get(COPY_META, "") if kept is None else kept.weight
     return InputPlan(
-        name=f"{path}{node.name}",
+        name=f"{path}{_name(node)}",
         parameter=parameter,
-        dtype=value.dtype if value.is_floating_point() or COPY_META in node.meta else None,
+        dtype=value.dtype if value.is_floating_point() or copy_of else None,
         shape=_shape(value),
         bytes=numel(value) * value.dtype.itemsize,
-        copy_of=node.meta.get(COPY_META, ""),
+        copy_of=copy_of,
     )
 
 

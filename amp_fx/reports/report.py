@@ -147,7 +147,9 @@ class Report:
                 *text.share_lines(self.shares()),
                 *text.outside_lines(self.outside, self.plans, self.notes),
             ]
-            head += ["", *text.cost_lines(self.compared(), self.held, is_measured=bool(self.costs))]
+            # in training there is no choice
+            weights = dict.fromkeys(p.weights for p in self.plans if p.weights and not p.training)
+            head += ["", *text.cost_lines(self.compared(), self.held, weights, is_measured=bool(self.costs))]
         kept = kept_lines(self.kept)
         return text.screen(head, text.findings(self.plans, kept, self.graph_breaks, self.advice, len(head)))
 

@@ -6,7 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -81,8 +81,10 @@ def outside_lines(outside: Mapping[str, int], plans: Sequence[Plan], notes: Sequ
     return [f"  outside of graphs, in eager code: {', '.join(rows)}{remedy}"] if rows else []
 
 
-def cost_lines(compared: Mapping[str, Cost], held: Sequence[InputPlan], *, is_measured: bool) -> list[str]:
-    """Casts, cast kernels and bytes beside torch.autocast's, as far as they are known; and low copies of weights."""
+def cost_lines(
+    compared: Mapping[str, Cost], held: Sequence[InputPlan], weights: Iterable[str], *, is_measured: bool
+) -> list[str]:
+    """Casts, cast kernels and bytes beside torch.autocast's, as far as they are known; and what is kept of weights."""
     lines = [f"{'':30}" + "".join(f"{name:>24}" for name in compared)]
     for title, count, moved in (
         ("casts in the graphs", "casts", "cast_bytes"),
@@ -102,7 +104,7 @@ def cost_lines(compared: Mapping[str, Cost], held: Sequence[InputPlan], *, is_me
         copies = [given for given in held if given.dtype is not torch.float32]
         kept = f"{len(copies)}, {size(sum(given.bytes for given in held), '.2f')}"
         lines.append(f"  {'low copies of weights kept':<28}{kept:>24}")
-    return lines
+    return [*lines, *(f"  weights: {text}" for text in weights)]
 
 
 def findings(

@@ -1,15 +1,16 @@
-"""What is derived from weights and lives across calls: low copies, with scales or without, and what Inductor folds.
+"""A graph's weights: what is computed from them alone is lifted out of the graph, and lives across calls.
 
-Here: the recipes, the cache of what they derive, how a changed weight is noticed, copies that are renewed on a GPU,
-products by several weights that become one, and graphs that take derived tensors.
-Not here: the passes that make weights inputs or fold them (``passes/forward``), and weights of exported programs
+Here: the split of a graph, the patterns before it (norms folded in, products joined, weights packed), what becomes of
+weights and why, the cache of what was made of them, how a changed weight is noticed, copies that are renewed on a GPU,
+and compiled graphs that are called with all that.
+Not here: the passes that mark copies (``passes/forward/weights.py``), and weights of exported programs
 (``amp_fx.exporting``).
-Open ``recipes.py`` first, then ``derived.py`` and ``changes.py``.
+Open ``lift.py`` first, then ``cache.py`` and ``changes.py``.
 """
 
 from __future__ import annotations
 
+from amp_fx.weights.cache import clear, held_bytes
 from amp_fx.weights.changes import touch
-from amp_fx.weights.derived import clear, held_bytes
 
 __all__ = ["clear", "held_bytes", "touch"]

@@ -26,8 +26,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]  # as abov
 from numpy.typing import NDArray
 from torch import Tensor
 
+from amp_fx.policy.forms import ScaledRows
 from amp_fx.weights.changes import SAMPLED, sampled_offsets
-from amp_fx.weights.recipes import Recipe, Scaled
 
 #: elements of a chunk
 CHUNK = 16384
@@ -122,8 +122,8 @@ def constants(weight: torch.dtype, copy: torch.dtype) -> dict[str, Any]:
     }
 
 
-#: a weight, its copy, and the recipe of that
-Copy = tuple[Tensor, tuple[Tensor, ...], Recipe]
+#: a weight, its copy, and the form of that: a dtype, or rows with scales
+Copy = tuple[Tensor, tuple[Tensor, ...], object]
 
 
 def places_of(copies: Sequence[Copy]) -> list[tuple[object, ...]]:
@@ -142,12 +142,14 @@ class Renewal:
     def __init__(self, copies: Sequence[Copy]) -> None:
         self.places = places_of(copies)
         chunks: dict[_Kind, list[tuple[tuple[int, ...], NDArray[np.int64]]]] = {}
-        for weight, copy, recipe in copies:
+        for weight, tensors, form in copies:
+            # what is in the copy's dtype, and factors in fp32 where there are some
+            copy = sorted(tensors, key=lambda tensor: tensor.element_size())
             kind = _Kind(weight.device, weight.dtype, copy[0].dtype)
             # a smaller weight fills the sample by its first elements again
             sampled = np.resize(sampled_offsets(weight), SAMPLED)
-            scaled = isinstance(recipe, Scaled)
-            rows = _chunks_of_rows(weight, copy, recipe) if scaled else _chunks(weight, *copy)
+            is_scaled = isinstance(form, ScaledRows)
+            rows = _chunks_of_rows(weight, *copy, form.in_rows) if is_scaled else _chunks(weight, *copy)
             chunks.setdefault(kind, []).extend((row, sampled) for row in rows)
         self._launches = [self._launch(kind, *zip(*found, strict=True)) for kind, found in chunks.items()]
 
@@ -183,11 +185,12 @@ def _chunks(weight: Tensor, copy: Tensor) -> Iterator[tuple[int, ...]]:
         yield weight.data_ptr(), *places, 0, 1, min(CHUNK, weight.numel() - start), 0, 1
 
 
-def _chunks_of_rows(weight: Tensor, copy: tuple[Tensor, ...], recipe: Scaled) -> Iterator[tuple[int, ...]]:
+def _chunks_of_rows(
+    weight: Tensor, data: Tensor, factors: Tensor, in_rows: bool
+) -> Iterator[tuple[int, ...]]:
     """Rows of the table for a matrix with scales."""
-    data, factors = copy
     columns, count = data.shape
-    row_step, step = weight.stride() if recipe.in_rows else reversed(weight.stride())
+    row_step, step = weight.stride() if in_rows else reversed(weight.stride())
     size = max(1, CHUNK // count)
     for row in range(0, columns, size):
         place = weight.data_ptr() + row * row_step * weight.element_size()

@@ -20,9 +20,9 @@ from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
 from amp_fx.plans.label import label_of
 from amp_fx.policy import OpClass
+from amp_fx.policy.forms import ScaledRows, with_norm
 from amp_fx.policy.levels import Implementation, Level
 from amp_fx.policy.scaled import Product, dequantised, quantised, whole
-from amp_fx.weights.recipes import Scaled, with_norm
 from amp_fx.widened import held_pair
 
 aten = torch.ops.aten
@@ -111,10 +111,10 @@ def erase_unread(graph: fx.Graph, path: str = "") -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a node holds of a matrix: one of the tensors that a recipe makes of it."""
+    """What a node holds of a matrix: one of the tensors of its form."""
 
     source: fx.Node
-    recipe: Scaled
+    form: ScaledRows
     index: int
 
 
@@ -248,7 +248,7 @@ class _CapturedQuantiser(Quantiser):
             weight, bias = with_norm(weight, bias, given, [-1, 1, 1, 1], self._call)
             norm.target, norm.args = aten.alias.default, (norm.args[0],)
         rows = self._call(aten.view.default, weight, [weight.meta["val"].shape[0], -1])
-        data, factors = Scaled(level.name, True, self._bits).steps(rows, self._call)
+        data, factors = ScaledRows(level.name, True, self._bits).steps(rows, self._call)
         return self._call(aten.view.default, data, list(weight.meta["val"].shape)), factors, bias
 
     def _become(self, matmul: Matmul, final: fx.Node) -> None:
@@ -263,10 +263,10 @@ class _CapturedQuantiser(Quantiser):
         held = held_pair(operand.source)
         if held is not None and held[0].meta["val"].dtype is dtype:
             return WithScale(*held)
-        recipe = Scaled(level.name, not operand.transposed, self._bits)
-        parts = recipe.steps(operand.source, self._call)
+        form = ScaledRows(level.name, not operand.transposed, self._bits)
+        parts = form.steps(operand.source, self._call)
         for index, made in enumerate(parts):
-            made.meta[PART] = Part(operand.source, recipe, index)
+            made.meta[PART] = Part(operand.source, form, index)
         return WithScale(*parts)
 
     def _settled(self, scale: fx.Node) -> fx.Node:

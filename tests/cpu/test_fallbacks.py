@@ -20,7 +20,7 @@ import amp_fx.compiling
 from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record
 from amp_fx.graphs.fallback import is_for_the_caller
 from amp_fx.passes import LayOutGradients, PlaceLevels
-from amp_fx.weights.derived import WeightCache
+from amp_fx.weights.cache import WeightCache
 from graphs import op_by_op, without_inductor
 from holding import Held
 from levels import MLP, lowered
@@ -95,7 +95,7 @@ def test_a_stage_that_fails_is_left_out(stage: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("op_by_op")
-@mock.patch("amp_fx.weights.graphs.pack", fails)
+@mock.patch("amp_fx.weights.calling.apply_patterns", fails)
 def test_where_packing_fails_weights_are_cast_in_each_call(held: Held) -> None:
     model, x = net(), torch.randn(8, 64)
     run = compiled(model)

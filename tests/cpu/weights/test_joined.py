@@ -112,7 +112,7 @@ def new_net(call: Callable[..., Any], **kwargs: Any) -> nn.Module:
 def test_products_are_joined_where_nobody_sees_it(case: str, form: str, products: Any) -> None:
     call, columns = JOINED[case]
     dynamic, is_convolved = form == "any length", form == "convolutions"
-    choice = mock.patch("amp_fx.weights.packing.is_faster_as_convolution", return_value=is_convolved)
+    choice = mock.patch("amp_fx.weights.patterns.is_faster_as_convolution", return_value=is_convolved)
     net, x = new_net(call), torch.randn(2, 168, 64)
     run = torch.compile(net, backend="amp_fx", options={**DEFAULTS, "strict": True}, dynamic=dynamic)
     with choice, torch.inference_mode(), autocast_in(None if dynamic else torch.bfloat16):

@@ -69,7 +69,8 @@ def test_norms_are_stored_with_operands_of_one_dtype(numerics: str) -> None:
     x = torch.randn(2, 3, 12, 12)
     ep = converted(model, x, numerics=numerics)
     calls = [node for node in ep.graph.nodes if str(node.target).endswith("_norm.default")]
-    assert len(calls) == 4
+    # the first is folded into the weight before it, unless eager numerics are asked for
+    assert len(calls) == (4 if numerics == "eager" else 3)
     for norm in calls:
         taken = {source.meta["val"].dtype for source in norm.all_input_nodes}
         # bit for bit what eager PyTorch does on a CPU, which has kernels for both

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx import Plan, explain, record, rewriting
-from amp_fx.graphs.keys import COPY_META
+from amp_fx.graphs.keys import KEPT_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.passes import Given, PassContext, PlaceLevels, captured_passes, run_passes
 from amp_fx.plans.label import Kind
@@ -21,6 +21,7 @@ from amp_fx.policy.levels import LEVELS
 from amp_fx.reports import Report
 from amp_fx.settings import Options
 from amp_fx.viz.model import drawing
+from amp_fx.weights.lift import kept_copies, steps_to, weights_of
 from graphs import Rewritten, captured, casts_of, dynamo_graph, rewrite, without_inductor
 from levels import Attention, calls, error, evaluated, exact, lies_right, options, scaled
 from small_models import Parts
@@ -269,16 +270,16 @@ def test_copies_of_weights_are_inputs_with_their_factors(tmp_path: Path, make: A
         found = dynamo_graph(model, x)
         opts = Options.parse(None, options(tmp_path, "rowwise", weights="cache"))
         gm, plan = rewriting.rewrite(found, ambient_regions({"cpu": torch.bfloat16}), opts)
-    copies = [n for n in gm.graph.find_nodes(op="placeholder") if COPY_META in n.meta]
+    copies = kept_copies(gm.graph)
     in_fp8 = [n.meta["val"] for n in copies if n.meta["val"].dtype is FP8]
-    factors = [n.meta["val"] for n in copies if n.name.endswith("fp8_scale")]
+    factors = [n.meta["val"] for n in copies if n.meta[KEPT_META].suffix == "_fp8_scale"]
     shapes = [(32, 32)] * 4 if make is Attention else [(48, 32)]
     assert [tuple(value.shape) for value in in_fp8] == shapes
     assert [tuple(value.shape) for value in factors] == [(rows, 1) for rows, _ in shapes]
     assert all(value.is_contiguous() for value in in_fp8)
-    # no weight of a matmul below 16 bits is read any more
-    read = {n.name for node in calls(gm, aten.abs.default) for n in node.all_input_nodes}
-    assert not read & {n.meta[COPY_META] for n in copies}
+    # no weight of a matmul below 16 bits is read by anything else
+    steps = {*steps_to(copies)}
+    assert all(user in steps for weight in weights_of(copies) for user in weight.users)
     assert ("float32", "float8_e4m3fn") not in casts_of(gm)
     if make is Attention and wide:
         report = Report([plan])

@@ -14,7 +14,7 @@ from amp_fx.passes import Given, captured_passes, joint_passes, package_passes
 from amp_fx.policy.levels import LEVELS
 
 BELOW = passes.PlaceLevels(LEVELS["rowwise"], "cuda")
-EXPORT: dict[str, Any] = {"keep": passes.KeepWeights(()), "fold": passes.FoldWeights((), "tied")}
+EXPORT: dict[str, Any] = {"keep": passes.KeepWeights(()), "store": passes.MarkStored((), "tied")}
 REPLAYED = Given(place=passes.Replay({}), mark=passes.MarkMatmuls(planned=True))
 ORDERS = {
     "default": captured_passes(Given()),
@@ -43,13 +43,13 @@ def test_the_order_of_the_passes() -> None:
 default: pin-dtypes, classify, constrain, place, choose-attention, insert-casts, fuse-casts,
   lower-transforms, verify
 inference: pin-dtypes, classify, constrain, place, choose-attention, insert-casts, fuse-casts,
-  cache-weights, lower-transforms, verify
+  mark-copies, lower-transforms, verify
 inference below 16 bits: pin-dtypes, classify, constrain, place, choose-attention, insert-casts,
-  fuse-casts, place-levels, quantise-matmuls, cache-weights, lower-transforms, verify
-export: pin-dtypes, classify, constrain, keep-weights, place, insert-casts, fold-weights,
-  fuse-casts, verify
+  fuse-casts, place-levels, quantise-matmuls, mark-copies, lower-transforms, verify
+export: pin-dtypes, classify, constrain, keep-weights, place, insert-casts, mark-stored, fuse-casts,
+  verify
 export below 16 bits: pin-dtypes, classify, constrain, keep-weights, place, insert-casts,
-  fuse-casts, place-levels, quantise-matmuls, fold-weights, fuse-casts, verify
+  fuse-casts, place-levels, quantise-matmuls, mark-stored, fuse-casts, verify
 plan, training below 16 bits: pin-dtypes, classify, constrain, replay, insert-casts, fuse-casts,
   lower-transforms, verify, mark-matmuls
 sensitivity: pin-dtypes, classify, constrain, place-by-sensitivity, choose-attention, insert-casts,

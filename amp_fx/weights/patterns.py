@@ -1,12 +1,12 @@
-"""All that a graph computes from its weights alone becomes an input: cast, with norms folded in, packed by oneDNN.
+"""What a graph does with its weights, rewritten for oneDNN before the graph is split: norms folded in, weights packed.
 
-Before, for a graph that :class:`amp_fx.passes.CacheWeights` has left::
+Before, where ``w_bf16`` and ``b_bf16`` are computed from weights alone::
 
-    linear = torch.ops.aten.linear.default(x_16, w_bfloat16, b_bfloat16)            # inputs: copies of w and b
+    linear = torch.ops.aten.linear.default(x_16, w_bf16, b_bf16)
 
-After::
+After, with an input that takes the packed weight::
 
-    linear = torch.ops.mkldnn._linear_pointwise.default(x_16, w_packed, b_bfloat16, "none", [], "")
+    linear = torch.ops.mkldnn._linear_pointwise.default(x_16, w_packed, b_bf16, "none", [], "")
 
 Inductor fuses with such a call what follows it, wherever it comes from. So nothing has to be frozen, and the graph is
 one for Inductor's caches.
@@ -15,7 +15,6 @@ one for Inductor's caches.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ import torch.fx as fx
 from amp_fx._torch import (
     LINEAR,
     LINEAR_INT8,
-    Packing,
     convolution_int8_op,
     convolution_op,
     is_faster_as_convolution,
@@ -33,138 +31,132 @@ from amp_fx._torch import (
 )
 from amp_fx.graphs.calls import (
     CONVOLUTIONS,
-    add_input,
     args_of,
     argument_value,
+    behind,
     convolution_settings,
     convolves,
     is_cast,
     is_channels_last,
-    is_returned,
 )
+from amp_fx.graphs.keys import CAST_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import linear_form
-from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, tensors, writers_in
-from amp_fx.weights.derived import DerivedInputs, derivation
+from amp_fx.graphs.values import is_fixed, numel, storage_of
+from amp_fx.policy.forms import with_norm
+from amp_fx.weights.lift import Lift
 from amp_fx.weights.products import as_convolution, dequantised, join_linears
-from amp_fx.weights.recipes import Derived, with_norm
 
 aten = torch.ops.aten
 
-#: of all elements of a graph's weights, those that may be added by what is computed from them: embeddings that are
-#: expanded to a batch are others for each batch size
-_EXPANDED = 1 / 32
 
-
-def pack(
-    gm: fx.GraphModule, weights: Sequence[fx.Node], copies: Sequence[fx.Node], *, wide: bool
-) -> tuple[list[fx.Node], list[int], DerivedInputs]:
-    """Makes inputs of what a graph computes from its weights alone; changes the graph.
-
-    Returns the new inputs, which stand after the program's own, the positions of the weights among those, and what
-    derives the new inputs from the weights.
-
-    Args:
-        gm: a rewritten graph.
-        weights: inputs that nobody writes to.
-        copies: what computes low copies, perhaps of other weights.
-        wide: linears in fp32 are packed, too.
-    """
-    work = _Packer(gm, {*weights, *copies}, wide=wide)
-    for node in list(gm.graph.nodes):
-        if node not in work.derived:
-            work.fold_norm(node)
-    join_linears(gm.graph, work.derived, work.packs)
-    for node in list(gm.graph.nodes):
-        if node in work.derived:
+def apply_patterns(lift: Lift, *, wide: bool) -> None:
+    """Rewrites what a graph does with its weights for oneDNN; ``wide``: linears in fp32 are packed, too."""
+    fold_norms(lift)
+    work = _Patterns(lift, wide=wide)
+    for node in list(lift.graph.nodes):
+        if node not in lift.derived:
+            work.take_bias(node)
+    join_linears(lift.graph, lift.derived, work.packs)
+    for node in list(lift.graph.nodes):
+        if node in lift.derived:
             continue
         work.pack_int8(node)
         work.pack_linear(node)
         work.pack_convolution(node)
-    work.take_the_rest()
-    return work.finish()
 
 
-class _Packer:
-    """Works on one graph; ``derived`` is what is computed from weights alone, weights included."""
+def fold_norms(lift: Lift) -> list[tuple[fx.Node, fx.Node]]:
+    """Folds norms by given statistics into the weights before them.
 
-    def __init__(self, gm: fx.GraphModule, derived: set[fx.Node], *, wide: bool) -> None:
-        self._gm, self._graph, self._wide = gm, gm.graph, wide
-        self._work = Rewriter(gm.graph)
-        self._programs = gm.graph.find_nodes(op="placeholder")
-        self._last = self._programs[-1]
-        self._taken: dict[Derived, fx.Node] = {}
-        self._read_instead: list[tuple[fx.Node, fx.Node, fx.Node]] = []
-        self._writers: Mapping[int | None, list[fx.Node]] = {**writers_in(self._graph)}
-        self.derived = derived
-        self._find()
+    What is left of a norm is an addition in fp32. Returns the weights, and what is added, once for each norm.
+    """
+    work = _Patterns(lift, wide=False)
+    nodes = [node for node in lift.graph.nodes if node not in lift.derived]
+    return [folded for node in nodes if (folded := work.fold_norm(node)) is not None]
 
-    def _find(self) -> None:
-        left = _EXPANDED * sum(numel(node.meta["val"]) for node in self._programs if node in self.derived)
-        fixed = set[fx.Node]()
-        sources: dict[fx.Node, frozenset[fx.Node]] = {}
-        for node in self._graph.nodes:
-            inputs = node.all_input_nodes
-            if node.op == "get_attr":
-                fixed.add(node)
-            elif node.op == "placeholder":
-                sources[node] = frozenset((node,))
-            else:
-                sources[node] = frozenset[fx.Node]().union(*(sources.get(arg, ()) for arg in inputs))
-            is_computed = any(arg in self.derived for arg in inputs) and all(
-                arg in self.derived or arg in fixed for arg in inputs
-            )
-            is_settled = node in self.derived or storage_of(node) in self._writers
-            if is_settled or not is_computed or not is_pure(node):
-                continue
-            if not is_view(node):
-                elements = sum(numel(weight.meta["val"]) for weight in sources[node])
-                more = sum(map(numel, tensors(node.meta["val"]))) - elements
-                if more > left:
-                    continue
-                left -= max(more, 0)
-            self.derived.add(node)
 
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        """A step that is derived."""
-        self.derived.add(step := self._work.call(target, *args))
-        return step
+class _Patterns:
+    """Works on one graph."""
+
+    def __init__(self, lift: Lift, *, wide: bool) -> None:
+        self._lift, self._graph, self._wide = lift, lift.graph, wide
 
     # ---- norms
 
-    def fold_norm(self, norm: fx.Node) -> None:
-        """Folds a norm by given statistics into the weight and bias of the convolution or product before it.
+    def fold_norm(self, norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """Folds a norm by given statistics into the weight of the convolution or product before it.
 
-        The weight is rounded once, after it was scaled.
+        The weight is rounded once, after it was scaled; a bias is not rounded at all.
         """
         if norm.target is not aten.batch_norm.default or argument_value(norm, "training"):
-            return
+            return None
         x, scale, shift, mean, variance, _, _, eps, *_ = args_of(norm)
         given = [value for value in (scale, shift, mean, variance) if value is not None]
-        if None in (mean, variance) or not self.derived.issuperset(given):
-            return
+        if None in (mean, variance) or not self._lift.derived.issuperset(given):
+            return None
         call, cast = x, None
         if is_cast(call) and len(call.users) == 1:
             call, cast = call.all_input_nodes[0], call
         position = self._channels(call)
         if position is None or len(call.users) > 1 or not self._is_from_weights(call):
-            return
-        if any(call < writer < norm for writer in self._writers.get(storage_of(args_of(call)[0]), ())):
+            return None
+        if any(call < writer < norm for writer in self._lift.writers.get(storage_of(args_of(call)[0]), ())):
             # the call is made where the norm stands, and would read what was written
-            return
+            return None
         weight, bias = args_of(call)[1], args_of(call)[2] if len(args_of(call)) > 2 else None
         dtype, sizes = weight.meta["val"].dtype, [1] * weight.meta["val"].ndim
         sizes[position] = -1
+        add = self._lift.call
         with self._graph.inserting_before(norm):
-            wide = None if bias is None else self._wide_source(bias)
+            wide = None if bias is None else self._lift.in_fp32(bias)
             given = scale, shift, mean, variance, eps
-            both = with_norm(self._wide_source(weight), wide, given, sizes, self._call)
-            low = [self._call(aten.to.dtype, value, dtype) for value in both]
+            weight, bias = with_norm(self._lift.in_fp32(weight), wide, given, sizes, add)
+            weight = add(aten.to.dtype, weight, dtype)
             folded = self._graph.node_copy(call)
-            folded.args = (args_of(call)[0], *low, *args_of(call)[3:])
-            result = self._work.cast(folded, norm.meta["val"].dtype)
+            folded.args = (args_of(call)[0], weight, None, *args_of(call)[3:])
+            beside = [-1] + [1] * (norm.meta["val"].ndim - 2)
+            # no part of what is derived: it is added as it is stored
+            shaped = bias if len(beside) == 1 else self._lift.work(aten.view.default, bias, beside)
+            casts = Rewriter(self._graph, meta={CAST_META: True})
+            total = self._lift.work(aten.add.Tensor, casts.cast(folded, torch.float32), shaped)
+            result = casts.cast(total, norm.meta["val"].dtype)
         norm.replace_all_uses_with(result)
         for node in filter(None, (norm, cast, call)):
+            self._graph.erase_node(node)
+        return weight, bias
+
+    def take_bias(self, call: fx.Node) -> None:
+        """What is added to each channel of a convolution or a product becomes its bias."""
+        args = args_of(call)
+        if self._channels(call) is None or args[2:3] not in ((), (None,)) or len(call.users) != 1:
+            return
+        [total] = call.users
+        if is_cast(total) and len(total.users) == 1:
+            [total] = total.users
+        if total.target is not aten.add.Tensor or len(total.args) != 2 or total.kwargs:
+            return
+        _, other = total.args
+        value, channel = call.meta["val"], 1 - call.meta["val"].ndim
+        if not isinstance(other, fx.Node) or (source := behind(other)) not in self._lift.derived:
+            return
+        shape = other.meta["val"].shape
+        is_one_each = numel(other.meta["val"]) == value.shape[1] and len(shape) >= -channel
+        if not is_one_each or shape[channel] != value.shape[1] or total.meta["val"].shape != value.shape:
+            return
+        with self._graph.inserting_before(total):
+            bias = (
+                source
+                if source.meta["val"].ndim == 1
+                else self._lift.call(aten.reshape.default, source, [-1])
+            )
+            bias = self._lift.call(aten.to.dtype, bias, args[1].meta["val"].dtype)
+            biased = self._graph.node_copy(call)
+            biased.args = (*args[:2], bias, *args[3:])
+            result = self._lift.work.cast(biased, total.meta["val"].dtype)
+        given = total.args[0]
+        total.replace_all_uses_with(result)
+        for node in dict.fromkeys((total, given, call)):
             self._graph.erase_node(node)
 
     def _channels(self, call: fx.Node) -> int | None:
@@ -185,15 +177,9 @@ class _Packer:
     def _is_from_weights(self, call: fx.Node) -> bool:
         dtype = args_of(call)[1].meta["val"].dtype
         return all(
-            arg is None or (arg in self.derived and arg.meta["val"].dtype is dtype)
+            arg is None or (arg in self._lift.derived and arg.meta["val"].dtype is dtype)
             for arg in args_of(call)[1:3]
         )
-
-    def _wide_source(self, node: fx.Node) -> fx.Node:
-        """A value in fp32: before it was rounded, where it was."""
-        if is_cast(node) and node.all_input_nodes[0].meta["val"].dtype is torch.float32:
-            return node.all_input_nodes[0]
-        return self._call(aten.to.dtype, node, torch.float32)
 
     # ---- what oneDNN packs
 
@@ -205,7 +191,7 @@ class _Packer:
         args: dict[int | None, Any] = dict(enumerate(args_of(node)))
         x, weight, bias = args[form.input], args[form.weight], args.get(form.bias)
         value, matrix = x.meta["val"], weight.meta["val"]
-        if weight not in self.derived or not self.packs(value, matrix) or not matrix.numel():
+        if weight not in self._lift.derived or not self.packs(value, matrix) or not matrix.numel():
             return
         columns, contracted = matrix.shape if form.by_rows else reversed(matrix.shape)
         if bias is not None and (
@@ -216,18 +202,18 @@ class _Packer:
             return
         if not form.by_rows:
             with self._graph.inserting_before(node):
-                weight = self._call(aten.t.default, weight)
+                weight = self._lift.call(aten.t.default, weight)
         sizes = numel(value) // contracted, columns, contracted
         if is_fixed(x) and is_faster_as_convolution(sizes, matrix.dtype, torch.get_num_threads()):
             with self._graph.inserting_before(node):
-                kernel = self._call(aten.view.default, weight, [columns, contracted, 1, 1])
+                kernel = self._lift.call(aten.view.default, weight, [columns, contracted, 1, 1])
             self.pack_convolution(as_convolution(node, x, kernel, bias))
             return
         # in bf16 oneDNN lays out otherwise for one row with AMX, which gains nothing: decoding and prefill share a copy
         how = packing("linear", torch.Size((columns, contracted)), matrix.dtype, max(2, sizes[0]))
         node.target = LINEAR
         bias = self._in_one_piece(bias, node)
-        node.args, node.kwargs = (x, self._input(weight, matrix, how), bias, "none", [], ""), {}
+        node.args, node.kwargs = (x, self._lift.take(weight, how), bias, "none", [], ""), {}
 
     def pack_int8(self, node: fx.Node) -> None:
         """A product or a convolution of a value in uint8 and a weight in int8, as ``amp_fx.policy.scaled`` has them."""
@@ -240,16 +226,16 @@ class _Packer:
             return
         x, scale, zero, *_ = args_of(value)
         data, scales, zeros, *_ = args_of(weight)
-        if not self.derived.issuperset((data, scales, zeros)):
+        if not self._lift.derived.issuperset((data, scales, zeros)):
             return
         dtype, kernel = node.meta["val"].dtype, weight.meta["val"].shape
         with self._graph.inserting_before(node):
             # as oneDNN reads them: Inductor converts constants of a package, and warns
-            zeros = self._call(aten.to.dtype, zeros, torch.int32)
-        if bias in self.derived:
+            zeros = self._lift.call(aten.to.dtype, zeros, torch.int32)
+        if bias in self._lift.derived:
             # oneDNN wants it in fp32, and would convert it in each call
             with self._graph.inserting_before(node):
-                bias = self._wide_source(bias)
+                bias = self._lift.in_fp32(bias)
         bias = self._in_one_piece(bias, node)
         if is_convolution:
             given = convolution_settings(node)
@@ -262,8 +248,8 @@ class _Packer:
             rows = max(1, numel(value.meta["val"]) // kernel[1])
             how = packing("linear_int8", kernel, torch.int8, (rows, kernel[1]))
             node.target, after = LINEAR_INT8, (1.0, 0, dtype, "none", [], "")
-        packed = self._input(data, data.meta["val"], how)
-        factors = (self._input(each, each.meta["val"]) for each in (scales, zeros))
+        packed = self._lift.take(data, how)
+        factors = map(self._lift.take, (scales, zeros))
         node.args = (x, scale, zero, packed, *factors, bias, *after)
 
     def pack_convolution(self, node: fx.Node) -> None:
@@ -283,7 +269,7 @@ class _Packer:
         if is_fixed(x):
             kind, sizes = "transposed_convolution" if transposed else "convolution", tuple(value.shape)
             how = packing(kind, kernel.shape, kernel.dtype, padding, *more, stride, dilation, groups, sizes)
-        packed, bias = self._input(weight, kernel, how), self._in_one_piece(bias, node)
+        packed, bias = self._lift.take(weight, how), self._in_one_piece(bias, node)
         node.target = convolution_op()
         padded, last = given.get("output_padding", (0,) * len(stride)), is_channels_last(node)
         node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups, last)
@@ -292,7 +278,7 @@ class _Packer:
         """A bias as oneDNN reads it, whatever its strides."""
         if bias is None or bias.meta["val"].is_contiguous():
             return bias
-        add = self._call if bias in self.derived else self._work
+        add = self._lift.call if bias in self._lift.derived else self._lift.work
         with self._graph.inserting_before(reader):
             return add(aten.clone.default, bias)
 
@@ -309,44 +295,3 @@ class _Packer:
             and onednn_packs(weight.dtype)
             and numel(value) > 0
         )
-
-    # ---- inputs
-
-    def take_the_rest(self) -> None:
-        """What the graph reads of derived values; views are left to it, and what it returns."""
-        stays = set[fx.Node]()
-        for node in reversed(list(self._graph.nodes)):
-            if node not in self.derived or node.op == "placeholder":
-                continue
-            readers = [user for user in node.users if user not in self.derived or user in stays]
-            if not readers:
-                continue
-            if is_view(node) or is_returned(node) or not isinstance(node.meta["val"], torch.Tensor):
-                stays.add(node)
-                continue
-            given = self._input(node, node.meta["val"])
-            self._read_instead += [(reader, node, given) for reader in readers]
-
-    def _input(self, node: fx.Node, like: torch.Tensor, how: Packing | None = None) -> fx.Node:
-        """A derived value as an input; a weight as it is stays one."""
-        if how is None and (node.op == "placeholder" or is_view(node)):
-            return node
-        if (node, how) not in self._taken:
-            kind, value = ("made", like.detach()) if how is None else ("packed", like.new_empty(how.shape))
-            self._last = self._taken[node, how] = add_input(
-                self._last, f"{node.name}_{kind}", value, stays=True
-            )
-        return self._taken[node, how]
-
-    def finish(self) -> tuple[list[fx.Node], list[int], DerivedInputs]:
-        """See :func:`pack`."""
-        # first: what is derived may be computed through a view that stays
-        weights, inputs = derivation(self._gm, list(self._taken))
-        for reader, node, given in self._read_instead:
-            reader.replace_input_with(node, given)
-        for node in reversed(list(self._graph.nodes)):
-            is_ours = node.op == "get_attr" or (node.op == "call_function" and node in self.derived)
-            if is_ours and not node.users:
-                self._graph.erase_node(node)
-        self._gm.recompile()
-        return [*self._taken.values()], [*map(self._programs.index, weights)], inputs

@@ -16,27 +16,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx._torch import Packing, packing
 from amp_fx.weights import held_bytes
-from amp_fx.weights.derived import DerivedInputs, derivation
-from amp_fx.weights.graphs import FrozenGraph
+from amp_fx.weights.cache import keep
+from amp_fx.weights.calling import FrozenGraph
+from amp_fx.weights.lift import Prepare, prepare_of, weights_of
 
 aten = torch.ops.aten
 
 
-def derived(
-    program: Callable[..., Sequence[fx.Node]], *names: str, how: Packing | None = None
-) -> DerivedInputs:
+def derived(program: Callable[..., Sequence[fx.Node]], *names: str, how: Packing | None = None) -> Prepare:
     """What a program makes of inputs of these names; it gets the function that adds a call, and the inputs."""
     graph = fx.Graph()
     nodes = program(lambda target, *args: graph.call_function(target, args), *map(graph.placeholder, names))
-    _, inputs = derivation(fx.GraphModule(nn.Module(), graph), [(node, how) for node in nodes])
-    return inputs
+    return prepare_of(fx.GraphModule(nn.Module(), graph), weights_of(nodes), [(node, how) for node in nodes])
 
 
-def doubled_and_summed() -> DerivedInputs:
+def doubled_and_summed() -> Prepare:
     return derived(lambda call, a, b: [call(aten.mul.Tensor, a, 2), call(aten.add.Tensor, a, b)], "a", "b")
 
 
-def packed(batch: int) -> DerivedInputs:
+def packed(batch: int) -> Prepare:
     """A matrix, packed for a batch size."""
     how = packing("linear", torch.Size((64, 64)), torch.float32, batch)
     return derived(lambda call, weight: [call(aten.mul.Tensor, weight, 2)], "weight", how=how)
@@ -46,13 +44,13 @@ def values(*numbers: float) -> list[Tensor]:
     return [torch.full((4,), number) for number in numbers]
 
 
-def tensors_of(constants: DerivedInputs, weights: Sequence[Tensor]) -> list[Tensor]:
-    return constants.derive(weights).value
+def tensors_of(constants: Prepare, weights: Sequence[Tensor]) -> list[Tensor]:
+    return keep(constants, weights).value
 
 
 def test_only_what_depends_on_a_changed_weight_is_computed_again() -> None:
     constants, weights = doubled_and_summed(), values(1.0, 10.0)
-    made = constants.derive(weights)
+    made = keep(constants, weights)
     versions = [value._version for value in made.value]
     assert [value[0].item() for value in made.value] == [2.0, 11.0]
     assert all(map(operator.is_, tensors_of(constants, weights), made.value))
@@ -67,11 +65,11 @@ def test_only_what_depends_on_a_changed_weight_is_computed_again() -> None:
 def test_graphs_that_compute_the_same_share_it() -> None:
     one, other, weights = doubled_and_summed(), doubled_and_summed(), values(1.0, 10.0)
     before = held_bytes()
-    kept = one.derive(weights), other.derive(weights)
+    kept = keep(one, weights), keep(other, weights)
     assert all(map(operator.is_, kept[0].value, kept[1].value))
     assert held_bytes() == before + 32
     # other weights have constants of their own, and do not disturb these
-    others = one.derive(values(3.0, 3.0))
+    others = keep(one, values(3.0, 3.0))
     assert held_bytes() == before + 64
     assert [value[0].item() for value in kept[0].value] == [2.0, 11.0]
     del kept, others
@@ -82,14 +80,14 @@ def test_the_order_of_the_inputs_does_not_matter_their_roles_do() -> None:
     # weights are taken in the order in which they are read
     swapped = derived(lambda call, b, a: [call(aten.sub.Tensor, a, b)], "b", "a")
     straight = derived(lambda call, a, b: [call(aten.sub.Tensor, a, b)], "a", "b")
-    keep = straight.derive(given := values(5.0, 3.0))
-    assert tensors_of(swapped, given)[0] is keep.value[0]
-    assert keep.value[0][0].item() == 2.0
+    kept = keep(straight, given := values(5.0, 3.0))
+    assert tensors_of(swapped, given)[0] is kept.value[0]
+    assert kept.value[0][0].item() == 2.0
 
 
 def test_what_is_packed_alike_for_two_batch_sizes_is_one_tensor() -> None:
     weight, before = torch.randn(64, 64), held_bytes()
-    one, other = packed(16).derive([weight]), packed(128).derive([weight])
+    one, other = keep(packed(16), [weight]), keep(packed(128), [weight])
     assert one.value[0] is other.value[0]
     assert held_bytes() == before + 4 * 64 * 64
 
@@ -125,7 +123,7 @@ def test_a_graph_is_compiled_for_one_model_while_it_is_for_another() -> None:
 
     def call(model: int) -> None:
         args = [models[model]]
-        got[model] = frozen.run(args, frozen.derived(args))
+        got[model] = frozen.run(args, frozen.prepared(args))
 
     first, second = (threading.Thread(target=call, args=(model,), daemon=True) for model in range(2))
     first.start()

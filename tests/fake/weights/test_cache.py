@@ -1,7 +1,8 @@
-"""Derived tensors: made once for all graphs and threads, made again for what has changed, gone with their weights."""
+"""What is made of weights: once for all graphs and threads, again for what has changed, gone with the weights."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
@@ -18,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx import compiling
 from amp_fx.graphs.calls import is_cast
-from amp_fx.weights.derived import DerivedInputs, Input, WeightCache
-from amp_fx.weights.recipes import Cast
+from amp_fx.weights.cache import WeightCache, keep
+from amp_fx.weights.lift import Part, Prepare
 from graphs import DEFAULTS
 from holding import Held
 from writes import are_current, copies_for, new_weights
@@ -65,15 +66,15 @@ def test_a_graph_is_not_given_the_weights_that_it_reads_copies_of_alone(
 def test_a_copy_that_failed_half_way_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter, copies = nn.Parameter(torch.randn(64, 64)), copies_for(1)
     assert are_current(copies, [parameter])
-    original, make = parameter.detach().clone(), Cast.make
+    original, make = parameter.detach().clone(), Part.make
 
-    def fail(self_: Cast, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def fail(self_: Part, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         make(self_, weights, before)
         raise MemoryError
 
     parameter.data.mul_(2.0)
     with monkeypatch.context() as patch:
-        patch.setattr(Cast, "make", fail)
+        patch.setattr(Part, "make", fail)
         with pytest.raises(MemoryError):
             copies.of([parameter])
     # the weight is again what its copy was made from
@@ -185,10 +186,11 @@ def test_what_is_derived_during_a_write_counts_for_one_call_even_if_the_write_is
 
 @dataclass(frozen=True)
 class Doubled:
-    """A recipe by name: twice the weight, in place; ``meanwhile`` is called before that is made."""
+    """A part by name: twice the weight, in place; ``meanwhile`` is called before that is made."""
 
     name: str
     meanwhile: Callable[[], object] = field(default=lambda: None, compare=False)
+    form: None = None
 
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         self.meanwhile()
@@ -197,8 +199,8 @@ class Doubled:
         return made
 
 
-def kept(recipe: Doubled) -> WeightCache[list[Tensor]]:
-    return WeightCache(DerivedInputs([(recipe, (0,))], [Input(0)]).derive)
+def kept(part: Any) -> WeightCache[list[Tensor]]:
+    return WeightCache(functools.partial(keep, Prepare([(part, [0])], [(0, 0)])))
 
 
 def in_threads(*functions: Callable[[], object]) -> list[bool]:
@@ -232,8 +234,8 @@ def test_while_a_tensor_is_derived_others_are_in_other_threads() -> None:
 
 def test_what_several_threads_want_is_made_once() -> None:
     weight, made, all_want = torch.ones(4), list[int](), threading.Barrier(4)
-    recipe = Doubled("once", lambda: made.append(1))
-    graphs, got = [kept(recipe) for _ in range(4)], list[Tensor]()
+    part = Doubled("once", lambda: made.append(1))
+    graphs, got = [kept(part) for _ in range(4)], list[Tensor]()
 
     def want(graph: WeightCache[list[Tensor]]) -> None:
         all_want.wait(LONG)
