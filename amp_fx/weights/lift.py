@@ -281,8 +281,9 @@ class Lift:
                     ("made", like.detach()) if how is None else ("packed", like.new_empty(how.shape))
                 )
                 kept = node.meta.get(KEPT_META)
-                is_copy = kept is not None and how is None
-                name = f"{kept.weight}{kept.suffix}" if is_copy else f"{node.name}_{kind}"
+                name = f"{node.name}_{kind}"
+                if kept is not None and how is None:
+                    name = f"{kept.weight}{kept.suffix}"
                 assert self._last is not None
                 given = self._last = add_input(self._last, name, value, stays=True)
             self._taken[node, how] = given

@@ -101,8 +101,7 @@ class _Patterns:
         position = self._channels(call)
         if position is None or len(call.users) > 1 or not self._is_from_weights(call):
             return None
-        if any(call < writer < norm for writer in self._lift.writers.get(storage_of(args_of(call)[0]), ())):
-            # the call is made where the norm stands, and would read what was written
+        if self._is_written_between(call, norm):
             return None
         weight, bias = args_of(call)[1], args_of(call)[2] if len(args_of(call)) > 2 else None
         dtype, sizes = weight.meta["val"].dtype, [1] * weight.meta["val"].ndim
@@ -126,15 +125,24 @@ class _Patterns:
             self._graph.erase_node(node)
         return weight, bias
 
+    def _is_written_between(self, call: fx.Node, later: fx.Node) -> bool:
+        """True where a call that is made later would read what was written."""
+        return any(call < each < later for each in self._lift.writers.get(storage_of(args_of(call)[0]), ()))
+
     def take_bias(self, call: fx.Node) -> None:
         """What is added to each channel of a convolution or a product becomes its bias."""
         args = args_of(call)
         if self._channels(call) is None or args[2:3] not in ((), (None,)) or len(call.users) != 1:
             return
-        [total] = call.users
+        read, [total] = call, call.users
         if is_cast(total) and len(total.users) == 1:
-            [total] = total.users
-        if total.target is not aten.add.Tensor or len(total.args) != 2 or total.kwargs:
+            read, [total] = total, total.users
+        if (
+            total.target is not aten.add.Tensor
+            or total.args[:1] != (read,)
+            or len(total.args) != 2
+            or total.kwargs
+        ):
             return
         _, other = total.args
         value, channel = call.meta["val"], 1 - call.meta["val"].ndim
@@ -144,19 +152,17 @@ class _Patterns:
         is_one_each = numel(other.meta["val"]) == value.shape[1] and len(shape) >= -channel
         if not is_one_each or shape[channel] != value.shape[1] or total.meta["val"].shape != value.shape:
             return
+        if self._is_written_between(call, total):
+            return
         with self._graph.inserting_before(total):
-            bias = (
-                source
-                if source.meta["val"].ndim == 1
-                else self._lift.call(aten.reshape.default, source, [-1])
-            )
+            is_flat = source.meta["val"].ndim == 1
+            bias = source if is_flat else self._lift.call(aten.reshape.default, source, [-1])
             bias = self._lift.call(aten.to.dtype, bias, args[1].meta["val"].dtype)
             biased = self._graph.node_copy(call)
             biased.args = (*args[:2], bias, *args[3:])
             result = self._lift.work.cast(biased, total.meta["val"].dtype)
-        given = total.args[0]
         total.replace_all_uses_with(result)
-        for node in dict.fromkeys((total, given, call)):
+        for node in dict.fromkeys((total, read, call)):
             self._graph.erase_node(node)
 
     def _channels(self, call: fx.Node) -> int | None:

@@ -148,8 +148,10 @@ class Renewal:
             kind = _Kind(weight.device, weight.dtype, copy[0].dtype)
             # a smaller weight fills the sample by its first elements again
             sampled = np.resize(sampled_offsets(weight), SAMPLED)
-            is_scaled = isinstance(form, ScaledRows)
-            rows = _chunks_of_rows(weight, *copy, form.in_rows) if is_scaled else _chunks(weight, *copy)
+            if isinstance(form, ScaledRows):
+                rows = _chunks_of_rows(weight, copy[0], copy[1], form.in_rows)
+            else:
+                rows = _chunks(weight, copy[0])
             chunks.setdefault(kind, []).extend((row, sampled) for row in rows)
         self._launches = [self._launch(kind, *zip(*found, strict=True)) for kind, found in chunks.items()]
 

@@ -71,7 +71,7 @@ STAGES: dict[str, tuple[tuple[Any, str], dict[str, Any], str]] = {
     "rewriting": ((amp_fx.backend, "rewrite"), {}, "autocast's semantics"),
     "finding a plan's recipe": ((amp_fx.backend, "level_placement"), {}, "autocast's semantics"),
     "telling": ((amp_fx.backend, "add_autocast"), {}, "autocast's semantics"),
-    "copies": ((amp_fx.compiling, "cached"), {"numerics": "eager"}, "weights cast in each call"),
+    "copies": ((amp_fx.compiling, "with_weights"), {"numerics": "eager"}, "weights cast in each call"),
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from levels import error
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
 
-def norm(channels: int, kind: type[nn.Module] = nn.BatchNorm2d) -> nn.Module:
+def norm(channels: int, kind: Callable[[int], Any] = nn.BatchNorm2d) -> nn.Module:
     """As after training: variances over several powers of ten, and what is learned."""
     made = kind(channels)
     with torch.no_grad():
@@ -67,7 +68,7 @@ NETS = {
 }
 
 
-@pytest.fixture(params=NETS.values(), ids=NETS)
+@pytest.fixture(params=NETS.values(), ids=[*NETS])
 def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     make, given = request.param
@@ -111,10 +112,11 @@ def test_eager_numerics_keep_norms() -> None:
 
 
 def test_a_weight_that_is_beyond_fp16_once_it_is_folded_is_refused_by_name_or_clamped() -> None:
-    model = net(nn.Conv2d(3, 8, 3), norm(8))
+    conv, after = nn.Conv2d(3, 8, 3), norm(8)
     with torch.no_grad():
-        model[0].weight.fill_(3e4)
-        model[1].weight[3] = 100.0
+        conv.weight.fill_(3e4)
+        after.get_parameter("weight")[3] = 100.0
+    model = net(conv, after)
     with pytest.raises(OptionsError, match=r"0\.weight"):
         amp_fx.export(model, (images(),), dtype="float16")
     program = amp_fx.export(model, (images(),), dtype="float16", weights_beyond_range="clamp")
