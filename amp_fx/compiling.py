@@ -132,7 +132,7 @@ def compile_rewritten(
         write_out_int8(rewritten.graph)
     mode = _mode(call, rewritten)
     plan.weights = str(mode)
-    kept = _with_weights(call, rewritten, mode)
+    kept = None if mode.name == "cast" else _with_weights(call, rewritten, mode)
     if kept is not None:
         return _WithPrepared(kept, call.opts)
     if place is None and not plan.changed and not call.in_autocast:

@@ -64,8 +64,6 @@ def with_weights(
     Raises:
         WeightsError: the weights become part of the code, and are fake: compiled for an absent GPU.
     """
-    if mode.name == "cast":
-        return None
     if mode.name == "code":
         return _frozen(gm, example_inputs, compile_graph, mode)
     lift = Lift(gm, steps_to(kept_copies(gm.graph)))
