@@ -121,7 +121,10 @@ class CapturingInterpreter(fx.Interpreter):
         if is_autocast_call(n):
             return self._switch_autocast(n)
         step = nesting_change(n.target)
-        is_raw = bool(self._level or step or is_hooks_switch(n.target))
+        # the function that vjp returns reads values of a level that has ended
+        given = tensors([each.meta.get("example_value") for each in n.all_input_nodes])
+        is_inside = self._level or step or any(map(is_functorch_wrapped, given))
+        is_raw = bool(is_inside or is_hooks_switch(n.target))
         self._keep_autocast(self._regions[n] if is_raw or takes_wrapped(n) else {})
         if is_raw:
             self._level += step

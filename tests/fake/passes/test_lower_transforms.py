@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.flop_counter import flop_registry
 
 from amp_fx import record
@@ -76,9 +76,35 @@ def in_the_programs_own_region(m: nn.Module, x: Tensor) -> Tensor:
     return vmap(run)(x).mean()
 
 
+def pulled_back_ones(m: nn.Module, x: Tensor) -> Tensor:
+    y, pull, *_ = vjp(m, x)
+    return pull(torch.ones_like(y))[0].square().mean()
+
+
+def pulled_back_twice(m: nn.Module, x: Tensor) -> Tensor:
+    y, pull, *_ = vjp(lambda t: m(t).square(), x)
+    return (pull(y.sin())[0] + pull(torch.arange(16.0).expand(8, 16) / 8)[0]).square().mean()
+
+
+def pulled_back_by_a_product(m: Any, x: Tensor) -> Tensor:
+    y, pull, *again = vjp(lambda t: (m(t), t.sin()), x, has_aux=True)
+    return m(pull(y @ m[2].weight @ m[0].weight)[0] + again[0]).square().mean()
+
+
+def pulled_back_to_weights(m: nn.Module, x: Tensor) -> Tensor:
+    y, pull, *_ = vjp(lambda p: functional_call(m, p, (x,)), dict(m.named_parameters()))
+    return torch.stack([each.square().sum() for each in pull(y - x)[0].values()]).sum()
+
+
+def pulled_back_row_by_row(m: nn.Module, x: Tensor) -> Tensor:
+    _, pull, *_ = vjp(m, x)
+    return vmap(lambda row: pull(row.expand(8, 16))[0])(torch.eye(16)).square().mean()
+
+
 PROGRAMS = (
     per_sample, mean_flow, meta_learning, ensemble, physics, laplacian, jacobian, trained_at_test_time,
-    in_the_programs_own_region,
+    in_the_programs_own_region, pulled_back_ones, pulled_back_twice, pulled_back_by_a_product, pulled_back_to_weights,
+    pulled_back_row_by_row,
 )  # fmt: skip
 
 
