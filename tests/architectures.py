@@ -24,7 +24,7 @@ from zoo import CASES, Batch, Case, normal, tokens
 ARCHITECTURES: dict[str, Callable[[], Case]] = {}
 
 #: settings by the names that most configurations of transformers have
-_SIZES = {
+SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,
     "num_hidden_layers": 1,
@@ -69,6 +69,9 @@ def _register(name: str, model: Callable[[], nn.Module], inputs: Callable[[int],
         for module in built.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            # of the labels of a diffusion model; a field of others, which do not draw
+            if hasattr(module, "dropout_prob"):
+                vars(module)["dropout_prob"] = 0.0
         # in front of a weight of zeros, nothing would get a gradient
         for parameter in built.parameters():
             if not parameter.any():
@@ -81,11 +84,12 @@ def _register(name: str, model: Callable[[], nn.Module], inputs: Callable[[int],
 # --- transformers ---
 
 
-def _of_transformers(kind: str, head: str, settings: Mapping[str, Any]) -> nn.Module:
+def of_transformers(kind: str, head: str, settings: Mapping[str, Any], name: str = "") -> nn.Module:
+    """A model by the name of its configuration, which is its own unless ``name`` is."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**settings)
-    model = getattr(transformers, f"{kind}{head}")(_without_dropout(config))
+    model = getattr(transformers, f"{name or kind}{head}")(_without_dropout(config))
     # else it warns that it guesses its loss
     if head == "ForCausalLM":
         model.loss_type = "ForCausalLM"
@@ -105,7 +109,7 @@ def _plain_text(seed: int) -> Batch:
     return {"input_ids": tokens(seed, 4, 16, vocab=125) + 3}
 
 
-_GROUPED = {"num_key_value_heads": 1, "head_dim": 32}
+GROUPED = {"num_key_value_heads": 1, "head_dim": 32}
 
 #: decoders of text
 _DECODERS: dict[str, dict[str, Any]] = {
@@ -113,13 +117,13 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "StableLm": {"num_key_value_heads": 1},
     "Phi": {},
-    "Mistral": {**_GROUPED, "sliding_window": 8},
-    "Qwen3": _GROUPED,
-    "Gemma2": {**_GROUPED, "sliding_window": 8, "num_hidden_layers": 2},
-    "Olmo2": _GROUPED,
+    "Mistral": {**GROUPED, "sliding_window": 8},
+    "Qwen3": GROUPED,
+    "Gemma2": {**GROUPED, "sliding_window": 8, "num_hidden_layers": 2},
+    "Olmo2": GROUPED,
     "Cohere": {"num_key_value_heads": 1},
     "DiffLlama": {"num_key_value_heads": 2},
-    "Mixtral": {**_GROUPED, "num_local_experts": 4, "experts_implementation": "batched_mm"},
+    "Mixtral": {**GROUPED, "num_local_experts": 4, "experts_implementation": "batched_mm"},
     "DeepseekV3": {
         "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16,
         "qk_nope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 1,
@@ -128,7 +132,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
 for _kind, _more in _DECODERS.items():
     _register(
         _kind.lower(),
-        functools.partial(_of_transformers, _kind, "ForCausalLM", {**_SIZES, "use_cache": False, **_more}),
+        functools.partial(of_transformers, _kind, "ForCausalLM", {**SIZES, "use_cache": False, **_more}),
         _text,
     )
 
@@ -149,7 +153,7 @@ _ENCODERS: dict[str, dict[str, Any]] = {
 }
 for _kind, _more in _ENCODERS.items():
     _register(
-        _kind.lower(), functools.partial(_of_transformers, _kind, "ForMaskedLM", {**_SIZES, **_more}), _text
+        _kind.lower(), functools.partial(of_transformers, _kind, "ForMaskedLM", {**SIZES, **_more}), _text
     )
 
 _SEQ2SEQ = {
@@ -174,11 +178,11 @@ _SEGFORMER = {
     "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 32,
 }  # fmt: skip
 _DPT = {
-    **_SIZES, **_PATCHES, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "head_in_index": -1,
+    **SIZES, **_PATCHES, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "head_in_index": -1,
     "neck_hidden_sizes": [16, 16, 16, 16], "fusion_hidden_size": 16, "reassemble_factors": [4, 2, 1, 0.5],
 }  # fmt: skip
 _WAV2VEC2 = {
-    **_SIZES, "conv_dim": [32, 32], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_feat_extract_layers": 2,
+    **SIZES, "conv_dim": [32, 32], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
     "mask_time_prob": 0.0, "layerdrop": 0.0,
 }  # fmt: skip
@@ -194,14 +198,14 @@ _SERIES = {
     "num_input_channels": 2, "context_length": 32, "patch_length": 8, "patch_stride": 8, "prediction_length": 8,
     "d_model": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 64, "num_layers": 1,
 }  # fmt: skip
-_CLIP = {"text_config": _SIZES, "vision_config": {**_SIZES, **_PATCHES}, "projection_dim": 32}
+_CLIP = {"text_config": SIZES, "vision_config": {**SIZES, **_PATCHES}, "projection_dim": 32}
 
 #: name -> configuration class, head, settings, inputs
 _OTHERS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], Batch]]] = {
-    "bart": ("Bart", "ForConditionalGeneration", {**_SIZES, **_SEQ2SEQ}, _pairs),
-    "flan_t5": ("T5", "ForConditionalGeneration", {**_SIZES, **_T5}, _pairs),
+    "bart": ("Bart", "ForConditionalGeneration", {**SIZES, **_SEQ2SEQ}, _pairs),
+    "flan_t5": ("T5", "ForConditionalGeneration", {**SIZES, **_T5}, _pairs),
     "whisper": (
-        "Whisper", "ForConditionalGeneration", {**_SIZES, **_SEQ2SEQ, **_WHISPER},
+        "Whisper", "ForConditionalGeneration", {**SIZES, **_SEQ2SEQ, **_WHISPER},
         lambda seed: {
             "input_features": normal(seed, 2, 16, 32), "decoder_input_ids": tokens(seed, 2, 12, vocab=125) + 3,
         },
@@ -209,13 +213,13 @@ _OTHERS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], Batch]]] = {
     "wav2vec2": ("Wav2Vec2", "Model", _WAV2VEC2, signal(2, 400, name="input_values")),
     "spectrogram": (
         "AST", "ForAudioClassification",
-        {**_SIZES, "patch_size": 8, "num_mel_bins": 16, "max_length": 32, "frequency_stride": 8, "time_stride": 8},
+        {**SIZES, "patch_size": 8, "num_mel_bins": 16, "max_length": 32, "frequency_stride": 8, "time_stride": 8},
         signal(2, 32, 16, name="input_values"),
     ),
     "hifigan": ("SpeechT5HifiGan", "", _SPEECH, signal(2, 16, 16, name="spectrogram")),
     "dac": ("Dac", "Model", _DAC, signal(1, 1, 64, name="input_values")),
-    "beit": ("Beit", "ForImageClassification", {**_SIZES, **_PATCHES, "use_relative_position_bias": True}, images(32)),
-    "dinov2": ("Dinov2", "ForImageClassification", {**_SIZES, **_PATCHES}, images(32)),
+    "beit": ("Beit", "ForImageClassification", {**SIZES, **_PATCHES, "use_relative_position_bias": True}, images(32)),
+    "dinov2": ("Dinov2", "ForImageClassification", {**SIZES, **_PATCHES}, images(32)),
     "swin": (
         "Swin", "ForImageClassification",
         {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [1, 2], "window_size": 4},
@@ -260,7 +264,7 @@ _OTHERS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], Batch]]] = {
     "patchtsmixer": ("PatchTSMixer", "ForPrediction", _SERIES, signal(2, 32, 2, name="past_values")),
 }  # fmt: skip
 for _name, (_kind, _head, _settings, _inputs) in _OTHERS.items():
-    _register(_name, functools.partial(_of_transformers, _kind, _head, _settings), _inputs)
+    _register(_name, functools.partial(of_transformers, _kind, _head, _settings), _inputs)
 
 
 # --- diffusers ---

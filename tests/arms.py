@@ -145,3 +145,37 @@ def wrong_gradients(
         if not error <= times * max(allowed, whole):
             wrong[name] = f"error {error:.2e}, theirs {allowed:.2e}, of all {whole:.2e}"
     return wrong
+
+
+#: times autocast's error that are allowed, and what is in any case: two roundings to bf16 of the largest value
+_TIMES, _NOISE = 1.05, 2.0**-12
+
+
+def far_off(
+    ours: Sequence[Run], exact: Sequence[Run], eager: Sequence[Run], *others: Sequence[Run]
+) -> dict[str, Any]:
+    """Outputs and gradients of several batches that are less accurate than under autocast, with their errors.
+
+    torch's own faults in generated code, which ``others`` may have, are no excuse: the least error counts.
+    """
+    failed: dict[str, Any] = {}
+    for part in ("outputs", "gradients"):
+        found = _error(ours, part, exact)
+        theirs = min(_error(each, part, exact) for each in (eager, *others))
+        if not found <= _TIMES * theirs + _NOISE:
+            failed[part] = f"error {found:.2e}, autocast's {theirs:.2e}, {found / theirs:.3f} times"
+    if wrong := wrong_gradients(_joined(ours), _joined(eager), _joined(exact)):
+        failed[f"{len(wrong)} of {len(exact[0].gradients)} gradients"] = wrong
+    return failed
+
+
+def _joined(runs: Sequence[Run]) -> dict[str, Tensor]:
+    """The gradients of all batches, one beside another."""
+    return {name: torch.stack([each.gradients[name] for each in runs]) for name in runs[0].gradients}
+
+
+def _error(runs: Sequence[Run], part: str, exact: Sequence[Run]) -> float:
+    """Of several batches together: the root of the mean square."""
+    return math.sqrt(
+        sum(each.error(part, true) ** 2 for each, true in zip(runs, exact, strict=True)) / len(runs)
+    )

@@ -66,7 +66,7 @@ def compare(program: Program) -> None:
         ours = _rewritten(function, program)
         for numerics, got in ours.items():
             _compare_facts(f"numerics={numerics!r}", got, eager)
-        if program.ambient is not None and program.options.is_autocast:
+        if program.ambient is not None and program.options.is_autocast and not program.is_wider:
             for name, value in ours["eager"].values.items():
                 wanted = eager.values[name]
                 if not torch.equal(_as_bits(value), _as_bits(wanted)):

@@ -236,6 +236,11 @@ class Program:
         """True where fp64 inputs make another program: ``x.float()`` copies an fp64 ``x``, and is an fp32 one."""
         return any(word in line for line in self.lines for word in _CONVERTS)
 
+    @property
+    def is_wider(self) -> bool:
+        """True where fp32 is taken on purpose for what autocast leaves in 16 bits: fp16's kernel computes NaN there."""
+        return any("matrix_exp" in line for line in self.lines)
+
     def function(self) -> Callable[..., tuple[Any, ...]]:
         """The program, compiled from its source, which tracebacks show."""
         name = f"<program {abs(hash(self.source))}>"

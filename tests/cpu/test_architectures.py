@@ -8,8 +8,6 @@ errors are those of several batches together.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,15 +19,17 @@ from torch.utils.flop_counter import flop_registry
 
 import amp_fx
 from architectures import ARCHITECTURES, make
-from arms import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP64, Run, run, wrong_gradients
+from arms import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP64, far_off, run
 from zoo import Case
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # of functions of transformers and diffusers that ask which libraries there are; stock Inductor warns alike
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+]
 
 #: of the batches
 _SEEDS = range(4)
-#: times autocast's error that are allowed, and what is in any case: two roundings to bf16 of the largest value
-_TIMES, _NOISE = 1.05, 2.0**-12
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -43,33 +43,13 @@ def test_architectures_train_as_accurately_as_under_autocast_and_with_its_share_
     exact, eager, compiled = (
         run(case, arm, torch.enable_grad, _SEEDS) for arm in (FP64, EAGER_AUTOCAST, AUTOCAST)
     )
-    failed: dict[str, Any] = {}
-    for part in ("outputs", "gradients"):
-        found = _error(ours, part, exact)
-        # torch's own faults in generated code are no excuse for ours
-        theirs = min(_error(each, part, exact) for each in (eager, compiled))
-        if not found <= _TIMES * theirs + _NOISE:
-            failed[part] = f"error {found:.2e}, autocast's {theirs:.2e}, {found / theirs:.3f} times"
-    if wrong := wrong_gradients(_joined(ours), _joined(eager), _joined(exact)):
-        failed[f"{len(wrong)} of {len(exact[0].gradients)} gradients"] = wrong
+    failed = far_off(ours, exact, eager, compiled)
     counted, low = _flops(case)
     planned = [node for plan in recording.plans if plan.phase == "forward" for node in plan.nodes]
     total = max(counted, sum(node.flops for node in planned))
     if (share := sum(node.flops for node in planned if node.computed in _LOW) / total) < low / counted - 1e-3:
         failed["share of FLOPs in 16 bits"] = f"{share:.3f}, autocast's {low / counted:.3f}"
     assert not failed
-
-
-def _joined(runs: Sequence[Run]) -> dict[str, Tensor]:
-    """The gradients of all batches, one beside another."""
-    return {name: torch.stack([each.gradients[name] for each in runs]) for name in runs[0].gradients}
-
-
-def _error(runs: Sequence[Run], part: str, exact: Sequence[Run]) -> float:
-    """Of several batches together: the root of the mean square."""
-    return math.sqrt(
-        sum(each.error(part, true) ** 2 for each, true in zip(runs, exact, strict=True)) / len(runs)
-    )
 
 
 class _Flops(TorchDispatchMode):
