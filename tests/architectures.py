@@ -65,7 +65,9 @@ def _without_dropout(config: Any) -> Any:
 
 def _register(name: str, model: Callable[[], nn.Module], inputs: Callable[[int], Batch], **more: Any) -> None:
     def build() -> Case:
-        built = model().train()
+        # weight_norm keeps a product of its parameters, which cannot be copied where it has a gradient
+        with torch.no_grad():
+            built = model().train()
         for module in built.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -276,8 +278,22 @@ def _of_diffusers(kind: str, settings: Mapping[str, Any]) -> nn.Module:
     return getattr(diffusers, kind)(**settings)
 
 
+class _Coded(nn.Module):
+    """As a tiny autoencoder is trained: without the bytes between its halves, which have no gradient."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return self.net.decode(self.net.encode(sample).latents).sample
+
+
 for _name, (_kind, _settings, _inputs) in OF_DIFFUSERS.items():
     _register(_name, functools.partial(_of_diffusers, _kind, _settings), _inputs)
+_register(
+    "vae_tiny", lambda: _Coded(_of_diffusers(*OF_DIFFUSERS["vae_tiny"][:2])), OF_DIFFUSERS["vae_tiny"][2]
+)
 
 
 # --- hand-written ---
