@@ -130,4 +130,7 @@ def test_each_size_is_as_accurate_as_under_autocast_and_none_falls_back(name: st
     ours = run(case, AMP_FX, mode, range(3))
     theirs, exact = (run(listed, arm, mode, range(3)) for arm in (EAGER_AUTOCAST, FP64))
     for call in range(3):
-        assert not far_off(*([each[call]] for each in (ours, exact, theirs))), f"call {call}"
+        wrong = far_off(*([each[call]] for each in (ours, exact, theirs)))
+        assert not {part for part in wrong if part in ("outputs", "gradients")}, f"call {call}: {wrong}"
+    # of all calls: a gradient of two numbers, as of the sinks of two heads, is one draw of rounding in each
+    assert not far_off(ours, exact, theirs)
