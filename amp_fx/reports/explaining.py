@@ -130,7 +130,8 @@ def explain(
     ]
     if parsed.scaler is None:
         notes += scaling_advice(plans)
-    if not (torch.is_autocast_enabled(call.device) or parsed.is_slower_low(call.device)):
+    # with a model on the meta device there is nothing to ask autocast about
+    if report.outside and not (torch.is_autocast_enabled(call.device) or parsed.is_slower_low(call.device)):
         notes += outside_advice(report.outside, call.device, parsed.low_dtype(call.device))
     return replace(
         report,
