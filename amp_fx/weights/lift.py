@@ -120,7 +120,8 @@ class Part:
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """The results. ``before``: those of these weights before, which are written to; else empty."""
         with autocast_disabled():
-            made = self.graph(*(weight.detach() for weight in weights))
+            # not the module: hooks that the program has on all modules are about its own
+            made = self.graph.forward(*(weight.detach() for weight in weights))
         for tensor, value in zip(before, made, strict=bool(before)):
             tensor.copy_(value)
         return before or made
@@ -157,7 +158,7 @@ class Prepare:
         with torch.inference_mode(False), torch.no_grad():
             for part, positions in self.parts:
                 own = [weights[at] for at in positions]
-                key = part, *((each.data_ptr(), each.shape, each.stride()) for each in own)
+                key = part, *map(_place, own)
                 if key not in made:
                     made[key] = part.make(own)
                 found.append(made[key])
@@ -166,6 +167,11 @@ class Prepare:
     def taken(self, made: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
         """The results, of those of all parts."""
         return [made[part][at] for part, at in self.results]
+
+
+def _place(weight: Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are one."""
+    return weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape, weight.stride()
 
 
 def prepare_of(gm: fx.GraphModule, weights: Sequence[fx.Node], results: Sequence[Result]) -> Prepare:
