@@ -31,7 +31,7 @@ _told: set[str] = set()
 register("what was told once", _told.clear)
 
 #: what Dynamo had given up when the last graph arrived
-_given_up: list[int] = []
+_given_up: list[tuple[int, int]] = []
 register("what Dynamo had given up", _given_up.clear)
 
 #: what the reasons of graph breaks have in common behind which code is never compiled
@@ -103,10 +103,12 @@ def say_eager(graph: str, graph_break: str, device: str, low: torch.dtype) -> No
     """
     if _is_looking.get():
         return
-    before, now = _given_up[-1:], frames_given_up()
+    now = frames_given_up()
+    before = _given_up[0] if _given_up else now
     _given_up[:] = [now]
     is_never = any(part in graph_break for part in _NEVER_COMPILED)
-    if "eager" in _told or not (is_never or (before and now > before[0])):
+    is_between = all(count > earlier for count, earlier in zip(now, before, strict=True))
+    if "eager" in _told or not (is_never or is_between):
         return
     _told.add("eager")
     logger.warning(

@@ -236,11 +236,14 @@ def given_up() -> dict[str, int]:
     return dict(_counters["unimplemented"])
 
 
-def frames_given_up() -> int:
-    """How many functions Dynamo has left to eager as a whole in this process, asked while it compiles another."""
+def frames_given_up() -> tuple[int, int]:
+    """How many functions Dynamo did not compile in this process, asked while it compiles another, and its reasons.
+
+    Where both have grown it has left a function to eager as a whole: an error that reaches the user has no reason
+    there, and a data-dependent branch has one and is compiled.
+    """
     frames = _counters["frames"]
-    # an error that reaches the user has no entry there, and a data-dependent branch has one and is compiled
-    return min(frames["total"] - frames["ok"] - 1, sum(given_up().values()))
+    return frames["total"] - frames["ok"] - 1, sum(given_up().values())
 
 
 #: makes what a module, or None, is called in, given it and the arguments of a call

@@ -98,7 +98,7 @@ def test_what_is_kept_is_registered_under_a_name_of_its_own_and_forgotten() -> N
     notices._told.add("something")
     rows = table.rows_of("cpu")
     assert table.rows_of("cpu") is rows
-    assert {"tensors derived from weights", "results of amp_fx.policy.table.rows_of"} <= state._resets.keys()
+    assert {"tensors made of weights", "results of amp_fx.policy.table.rows_of"} <= state._resets.keys()
     amp_fx.reset()
     assert not notices._told
     assert table.rows_of("cpu") is not rows
