@@ -170,6 +170,8 @@ class Calls(nn.Module):
         return torch.stack([call(getattr(self, name)).sum() for name, call in self.calls.items()])
 
 
+# compiles all calls once more; that rows are still needed is asked when a version of torch is added
+@pytest.mark.slow
 def test_stock_has_wrong_gradients_of_these_calls() -> None:
     assert wrong(compiled_errors(Calls(CALLS | RIGHT), backend="inductor"), over=1e-3) - {"loss"} == set(
         CALLS
