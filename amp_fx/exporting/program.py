@@ -126,14 +126,14 @@ def lift_weights(
         held = [stored[weight.target][weight.target] for weight in group if weight.target in stored]
         for weight in group:
             # one of tied weights is read, and all are stored
+            meta = inputs[weight.name].meta
             if held and not inputs[weight.name].users and weight.target not in stored:
                 stored[weight.target] = {weight.target: held[0]}
-                inputs[weight.name].meta["val"] = inputs[weight.name].meta["val"].to(held[0].dtype).clone()
+                meta["val"] = meta["val"].new_empty(held[0].shape, dtype=held[0].dtype)
     for node in split.weights:
         if not node.users:
             gm.graph.erase_node(node)
-            target = weights[node.name].target
-            stored.setdefault(target, {}).pop(target, None)
+            stored.setdefault(target := weights[node.name].target, {}).pop(target, None)
     return stored
 
 
