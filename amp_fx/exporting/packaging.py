@@ -36,7 +36,7 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import is_narrow
-from amp_fx.weights.lift import Lift, is_plain
+from amp_fx.weights.lift import SHIFT, Lift, is_plain
 from amp_fx.weights.patterns import apply_patterns
 from amp_fx.weights.products import write_in_int8, write_out_int8
 
@@ -185,6 +185,7 @@ def _packed(program: torch.export.ExportedProgram) -> tuple[torch.export.Exporte
         else:
             write_out_int8(gm.graph)
     lift = Lift(gm, weights)
+    lift.shifts.update(node for node in weights if node.name.endswith(SHIFT))
     lift.extend()
     apply_patterns(lift, wide=True)
     lift.take_the_rest()

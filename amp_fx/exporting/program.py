@@ -19,7 +19,7 @@ from amp_fx.graphs.exported import Inner
 from amp_fx.graphs.keys import CAST_META, COPY_META, KEPT_META, OWN, REGION_META, TRACED_META, Kept
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import LOW_DTYPES, dtypes_and_sizes, is_eligible, storage_of, storages_written_in
-from amp_fx.weights.lift import Lift, kept_copies, steps_to
+from amp_fx.weights.lift import SHIFT, Lift, kept_copies, steps_to
 from amp_fx.weights.patterns import fold_norms
 from amp_fx.widened import identity
 
@@ -148,7 +148,7 @@ def _fold_norms(lift: Lift, weights: Collection[fx.Node]) -> None:
             node.meta[KEPT_META].weight == weight.name for node in kept_copies(lift.graph) if node.users
         )
         low.meta[KEPT_META] = Kept(weight.name, "" if is_alone and is_first else "_folded_weight")
-        bias.meta[KEPT_META] = Kept(weight.name, "_folded")
+        bias.meta[KEPT_META] = Kept(weight.name, SHIFT)
 
 
 def _in_range(

@@ -38,6 +38,8 @@ from amp_fx.graphs.values import is_pure, is_view, numel, storage_of, tensors, w
 #: of all elements of a graph's weights, those that may be added by what is computed from them: embeddings that are
 #: expanded to a batch are others for each batch size
 _EXPANDED = 1 / 32
+#: behind the name of a weight: what is left of a norm that was folded into it, where a program is stored
+SHIFT = "_folded"
 #: a value that is computed from weights alone, and how oneDNN packs it, or None
 Result = tuple[fx.Node, Packing | None]
 
@@ -224,11 +226,13 @@ class Lift:
         graph: see above.
         derived: what is computed from weights alone, weights included.
         work: adds calls to the rest of the graph.
+        shifts: those derived values that are left of folded norms, and are added to what a weight was folded for.
     """
 
     def __init__(self, gm: fx.GraphModule, derived: Iterable[fx.Node]) -> None:
         self.graph, self.derived, self.work = gm.graph, {*derived}, Rewriter(gm.graph)
         self.writers: Mapping[int | None, list[fx.Node]] = {**writers_in(gm.graph)}
+        self.shifts = set[fx.Node]()
         self._gm = gm
         self._programs = gm.graph.find_nodes(op="placeholder")
         self._last = self._programs[-1] if self._programs else None

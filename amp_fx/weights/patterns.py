@@ -111,6 +111,7 @@ class _Patterns:
             wide = None if bias is None else self._lift.in_fp32(bias)
             given = scale, shift, mean, variance, eps
             weight, bias = with_norm(self._lift.in_fp32(weight), wide, given, sizes, add)
+            self._lift.shifts.add(bias)
             weight = add(aten.to.dtype, weight, dtype)
             folded = self._graph.node_copy(call)
             folded.args = (args_of(call)[0], weight, None, *args_of(call)[3:])
@@ -130,7 +131,10 @@ class _Patterns:
         return any(call < each < later for each in self._lift.writers.get(storage_of(args_of(call)[0]), ()))
 
     def take_bias(self, call: fx.Node) -> None:
-        """What is added to each channel of a convolution or a product becomes its bias."""
+        """What is added to each channel of a convolution or a product becomes its bias.
+
+        In 16 bits only what is left of a norm: the sum would be rounded, where the program adds in fp32.
+        """
         args = args_of(call)
         if self._channels(call) is None or args[2:3] not in ((), (None,)) or len(call.users) != 1:
             return
@@ -147,6 +151,8 @@ class _Patterns:
         _, other = total.args
         value, channel = call.meta["val"], 1 - call.meta["val"].ndim
         if not isinstance(other, fx.Node) or (source := behind(other)) not in self._lift.derived:
+            return
+        if args[1].meta["val"].dtype is not torch.float32 and source not in self._lift.shifts:
             return
         shape = other.meta["val"].shape
         is_one_each = numel(other.meta["val"]) == value.shape[1] and len(shape) >= -channel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.errors import OptionsError
+from amp_fx.exporting import packaging
 from levels import error
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -138,3 +140,36 @@ def test_what_is_added_to_each_channel_is_the_bias_of_a_packed_call() -> None:
         torch.testing.assert_close(got, model(x))
     [plan] = recording.plans
     assert plan.weights.startswith("packed copies are kept")
+
+
+class Far(nn.Module):
+    """What is added is far larger than what it is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bias = nn.Conv2d(3, 8, 3, bias=False), nn.Parameter(100.0 + torch.rand(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) + self.bias
+
+
+def test_an_addition_of_the_program_itself_is_not_rounded_with_a_low_result() -> None:
+    torch.manual_seed(0)
+    model, x = Far().eval().requires_grad_(False), images()
+    with torch.inference_mode():
+        [found] = errors(model, x, torch.compile(model, backend="amp_fx", options={"profile": "off"})(x))
+    assert found < 1.05
+
+
+@pytest.mark.parametrize("is_norm", [False, True])
+def test_a_package_has_the_shift_of_a_norm_as_a_bias_and_adds_what_the_program_adds(
+    is_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(packaging, "compile_package", lambda program, *_: asked.append(program))
+    # Inductor would hold what is packed
+    monkeypatch.setattr(packaging, "HoldPacked", lambda *_: SimpleNamespace(packed=(), held=()))
+    model = net(nn.Conv2d(3, 8, 3), norm(8)) if is_norm else Far().eval()
+    amp_fx.package(amp_fx.export(model, (images(),)), "model.pt2", profile="off")
+    added = [node for node in asked[0].graph.nodes if node.target is torch.ops.aten.add.Tensor]
+    assert len(added) == (not is_norm)
