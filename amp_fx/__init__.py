@@ -5,8 +5,7 @@ model = torch.compile(model, backend="amp_fx")
 
 from importlib.metadata import PackageNotFoundError, version
 
-from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate
-from amp_fx.comparison import CallError, Comparison, ModuleError, compare
+from amp_fx.compiler.settings import compile, options
 from amp_fx.errors import (
     AmpFxError,
     CaptureError,
@@ -25,13 +24,15 @@ from amp_fx.errors import (
     WeightsError,
 )
 from amp_fx.exporting import convert, export, export_onnx, extra_files, package
-from amp_fx.plans import CastPlan, NodePlan, Plan
-from amp_fx.policy import Policy, Rule
-from amp_fx.reports import Recording, Report, explain, histogram, record
-from amp_fx.scaling import GradScaler
-from amp_fx.settings import compile, options
-from amp_fx.state import reset
-from amp_fx.storing import StoredLow, store_low
+from amp_fx.exporting.storing import StoredLow, store_low
+from amp_fx.instruments.calibration import CalibratedPlan, Calibration, Point, calibrate
+from amp_fx.instruments.comparison import CallError, Comparison, ModuleError, compare
+from amp_fx.instruments.reports import Recording, Report, explain, histogram, record
+from amp_fx.precision.plans import CastPlan, NodePlan, Plan
+from amp_fx.precision.policy import Policy, Rule
+from amp_fx.runtime import weights
+from amp_fx.runtime.scaling import GradScaler
+from amp_fx.runtime.state import reset
 
 __all__ = [
     "AmpFxError", "CalibratedPlan", "Calibration", "CallError", "CaptureError", "CastPlan",
@@ -39,7 +40,7 @@ __all__ = [
     "ModuleError", "NodePlan", "OptionsError", "PassError", "Plan", "PlanError", "Point", "Policy",
     "Recording", "Report", "Rule", "ScalerError", "ScalingWarning", "SecondDerivativeError", "StoredLow", "TargetError",
     "VerifyError", "WeightsError", "calibrate", "compare", "compile", "convert", "explain", "export",
-    "export_onnx", "extra_files", "histogram", "options", "package", "record", "reset", "store_low",
+    "export_onnx", "extra_files", "histogram", "options", "package", "record", "reset", "store_low", "weights",
 ]  # fmt: skip
 
 try:

@@ -13,10 +13,10 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from amp_fx._torch import stock_inductor
-from amp_fx.backend import amp_fx
+from amp_fx.compiler.backend import amp_fx
 from amp_fx.errors import OptionsError
-from amp_fx.policy.levels import levels_of
-from amp_fx.targets.tracing import InnerCompile, Tracer, compile_graph
+from amp_fx.instruments.targets.tracing import InnerCompile, Tracer, compile_graph
+from amp_fx.precision.policy.levels import levels_of
 from benchmarks import engines
 from benchmarks.workloads import Batch, Workload
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.calibration.verifying import Verifier
-from amp_fx.graphs.batches import call_of
-from amp_fx.reports.step import Step
-from amp_fx.settings import Options
-from amp_fx.targets import TARGETS
+from amp_fx.compiler.settings import Options
+from amp_fx.instruments.batches import call_of
+from amp_fx.instruments.calibration.verifying import Verifier
+from amp_fx.instruments.step import Step
+from amp_fx.instruments.targets import TARGETS
 from benchmarks.learning import TASKS, Task
 from benchmarks.results import arguments, describe, write
 

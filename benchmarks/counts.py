@@ -23,9 +23,9 @@ from torch import Tensor
 
 from amp_fx._torch import Lowered, lower_with_inductor, program_outputs, replace_inner_compile, size_hint
 from amp_fx.errors import FallbackWarning, OptionsError, TargetError
-from amp_fx.reports.lowered import cost_of
-from amp_fx.targets import TARGETS, find_target
-from amp_fx.targets._torch import enter
+from amp_fx.instruments.reports.lowered import cost_of
+from amp_fx.instruments.targets import TARGETS, find_target
+from amp_fx.instruments.targets._torch import enter
 from benchmarks.arms import ARMS, MODES, Arm, compile_for_target, prepare
 from benchmarks.results import arguments, describe, write
 from benchmarks.scaler import beside

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from amp_fx.reports.step import zeroed
+from amp_fx.instruments.step import zeroed
 from benchmarks.arms import ARMS, Arm, prepare
 from benchmarks.results import arguments, describe, write
 from benchmarks.workloads import WORKLOADS, Workload, make

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from amp_fx.targets import TARGETS
+from amp_fx.instruments.targets import TARGETS
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ Folders say which graph a pass runs on: ``forward/``, the captured graph, before
 captured and joint graphs. A pass changes what its own pattern finds: no order says more of devices.
 
 What a pass is, the runner, and what a pass on Inductor's graphs may read of a node are in ``base.py``. Not here: op
-lists (``amp_fx.policy``), costs and the cut (``amp_fx.placement``). Open ``forward/place.py`` for the heart of it.
+lists (``amp_fx.precision.policy``), costs and the cut (``amp_fx.precision.placement``). Open ``forward/place.py`` for
+the heart of it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from amp_fx.passes.inductor.scale_backward import ScaleBackward
 from amp_fx.passes.levels.mark_matmuls import MarkMatmuls
 from amp_fx.passes.levels.place_levels import PlaceLevels
 from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
-from amp_fx.policy.table import device_row
+from amp_fx.precision.policy.table import device_row
 
 __all__ = [
     "OUTLINE", "PARTITIONED", "Attend", "CallPacked", "ChooseAttention", "Classify", "Constrain", "FuseCasts",

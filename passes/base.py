@@ -24,12 +24,12 @@ from amp_fx._torch import HigherOrderOperator, joint_roles, log_artifact
 from amp_fx.errors import PassError, PlanError
 from amp_fx.graphs.keys import GONE, MARK, REGION_META
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.label import Label, label_of
-from amp_fx.plans.plan import Plan
-from amp_fx.plans.reading import add_graph, node_plan, row_label
-from amp_fx.policy import Policy
-from amp_fx.policy.rules import Rule
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.label import Label, label_of
+from amp_fx.precision.plans.plan import Plan
+from amp_fx.precision.plans.reading import add_graph, node_plan, row_label
+from amp_fx.precision.policy import Policy
+from amp_fx.precision.policy.rules import Rule
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import dense
-from amp_fx.reports.step import plain
+from amp_fx.instruments.step import plain
 from diffusion import OF_DIFFUSERS, images, signal
 from zoo import CASES, Batch, Case, normal, tokens
 

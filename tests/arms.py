@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from amp_fx.reports.step import plain, relative_error, zeroed
+from amp_fx.instruments.step import plain, relative_error, zeroed
 from zoo import Batch, Case
 
 

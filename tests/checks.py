@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_fx import record
-from amp_fx.plans.plan import Plan, dtype_name
-from amp_fx.settings import Options
+from amp_fx.compiler.settings import Options
+from amp_fx.precision.plans.plan import Plan, dtype_name
 from graphs import DEFAULTS, Program, Rewritten, autocast_in, casts_of, plans, rewrite, without_inductor
 
 #: casts from and to a dtype

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import enable_grad, inference_mode, no_grad
 
-from amp_fx.settings import OptionNames
+from amp_fx.compiler.settings import OptionNames
 from combined_models import MODELS
 
 #: the name of a value for every axis

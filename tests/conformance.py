@@ -32,12 +32,12 @@ from torch.testing._internal import autocast_test_lists
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import amp_fx.rewriting
+import amp_fx.compiler.rewriting
 from amp_fx import CaptureError, PassError
 from amp_fx._torch import FakeTensorMode, autocast_disabled, enable_autocast
+from amp_fx.compiler.settings import Options
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import tensors
-from amp_fx.settings import Options
 from ops import ASKED, LOW, arguments, on_device, overload
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "conformance.md"
@@ -227,7 +227,7 @@ def _rewritten(call: Call, args: Any, kwargs: Any) -> fx.GraphModule:
     ambient = {call.device: Region(True, call.low, by_user=True)}
     options = Options(call.low, numerics="eager", profile="off", strict=True)
     with enable_autocast(call.device, True, call.low):
-        return amp_fx.rewriting.rewrite(gm, ambient, options)[0]
+        return amp_fx.compiler.rewriting.rewrite(gm, ambient, options)[0]
 
 
 # ---- telling ----

@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 import amp_fx
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 from amp_fx._torch import multiplies_int8, onednn_computes
 from amp_fx.errors import PassError
 from amp_fx.graphs.keys import ATTENTION_MARK, MARK, RESULT_MARK
 from amp_fx.passes import Pass, PassContext
 from amp_fx.passes.base import CUSTOM
-from amp_fx.placement.devices import builtin
+from amp_fx.precision.placement.devices import builtin
 from holding import Held
 from versions import IS_2_11
 
@@ -119,7 +119,7 @@ _KEYED = frozenset({"desc", "original_aten", "partitioner_tag", "val"})
 @pytest.fixture(autouse=True, scope="session")
 def _only_keyed() -> Iterator[None]:
     """Passes on Inductor's graphs read of a node what the keys of the compile caches hold, and the marks they name."""
-    run = amp_fx.compiling.run_in_order
+    run = amp_fx.compiler.compiling.run_in_order
 
     def guarded(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
         marks = {name for step in pipeline for name in getattr(step, "marks", ())}
@@ -141,7 +141,7 @@ def _only_keyed() -> Iterator[None]:
                     for key, value in node.meta.items()
                 }
 
-    with mock.patch.object(amp_fx.compiling, "run_in_order", guarded):
+    with mock.patch.object(amp_fx.compiler.compiling, "run_in_order", guarded):
         yield
 
 

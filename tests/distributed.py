@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zoo
 from amp_fx import GradScaler, record
-from amp_fx.plans.label import Kind
+from amp_fx.precision.plans.label import Kind
 from graphs import DEFAULTS, plans, without_inductor
 
 BF16 = {**DEFAULTS, "dtype": "bfloat16"}

@@ -27,10 +27,10 @@ import torch._dynamo
 from torch import Tensor, fx
 from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError
 
-import amp_fx.rewriting
+import amp_fx.compiler.rewriting
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
-from amp_fx.plans.plan import Plan
+from amp_fx.precision.plans.plan import Plan
 from checks import gradients_for, shared_storages
 from fuzz_programs import FP64, Program, programs, quiet
 from graphs import autocast_in
@@ -86,10 +86,10 @@ def _rewritten(function: Callable[..., Any], program: Program) -> dict[str, _Run
         runs: dict[str, Callable[..., Any]] = {}
         for numerics in ("compiled", "eager"):
             opts = program.options.options(numerics)
-            rewritten, plan = amp_fx.rewriting.rewrite(gm, regions, opts, training=training)
+            rewritten, plan = amp_fx.compiler.rewriting.rewrite(gm, regions, opts, training=training)
             if program.options.replayed:
                 opts = replace(opts, plan=(Plan.from_json(plan.to_json()),))
-                rewritten, _ = amp_fx.rewriting.rewrite(gm, regions, opts, training=training)
+                rewritten, _ = amp_fx.compiler.rewriting.rewrite(gm, regions, opts, training=training)
             runs[numerics] = rewritten
 
         def run(*given: Any) -> Any:

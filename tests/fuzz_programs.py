@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.settings import Options
+from amp_fx.compiler.settings import Options
+from amp_fx.precision.placement.profile import DeviceProfile
 from fuzz_ops import Twice
 from graphs import autocast_in
 

@@ -18,16 +18,16 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-import amp_fx.compiling
-import amp_fx.rewriting
+import amp_fx.compiler.compiling
+import amp_fx.compiler.rewriting
 from amp_fx import Calibration, Point
 from amp_fx._torch import OpByOp, autocast_disabled, enable_autocast, replace_inner_compile
+from amp_fx.compiler.settings import Options
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import Given, Pass, PassContext, captured_passes, run_passes
-from amp_fx.plans.plan import NodePlan, Plan, dtype_name
-from amp_fx.settings import Options
+from amp_fx.precision.plans.plan import NodePlan, Plan, dtype_name
 
 Program = Callable[..., Any]
 
@@ -158,11 +158,11 @@ def rewrite(
     if device == "cuda":
         gm = on_cuda(dynamo_graph(program, *args))
         with autocast_in(ambient, device):
-            return Rewritten(*amp_fx.rewriting.rewrite(gm, _regions(gm, opts), opts))
+            return Rewritten(*amp_fx.compiler.rewriting.rewrite(gm, _regions(gm, opts), opts))
     results: list[tuple[fx.GraphModule, Plan]] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        rewritten, plan = amp_fx.rewriting.rewrite(gm, _regions(gm, opts), opts)
+        rewritten, plan = amp_fx.compiler.rewriting.rewrite(gm, _regions(gm, opts), opts)
         results.append((rewritten, plan))
 
         def run(*given: Any) -> Any:
@@ -189,7 +189,7 @@ def without_inductor() -> Iterator[None]:
     ) -> Callable[..., Any]:
         return aot_eager(gm, list(example_inputs))
 
-    with mock.patch.object(amp_fx.compiling, "compile_with_inductor", compile_with_aot):
+    with mock.patch.object(amp_fx.compiler.compiling, "compile_with_inductor", compile_with_aot):
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 from amp_fx import weights
 
 
@@ -23,13 +23,13 @@ class Compiles:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        original = amp_fx.compiling.compile_with_inductor
+        original = amp_fx.compiler.compiling.compile_with_inductor
 
         def count(*args: Any) -> Any:
             self.count += 1
             return original(*args)
 
-        monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", count)
+        monkeypatch.setattr(amp_fx.compiler.compiling, "compile_with_inductor", count)
 
 
 class Held:

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.placement import level_cost
-from amp_fx.placement.profile import FLOAT8, DeviceProfile
-from amp_fx.plans.label import Kind
-from amp_fx.plans.plan import Plan
-from amp_fx.policy.scaled import TILE
+from amp_fx.precision.placement import level_cost
+from amp_fx.precision.placement.profile import FLOAT8, DeviceProfile
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.plan import Plan
+from amp_fx.precision.policy.scaled import TILE
 from benchmarks.workloads import llama_512
 from graphs import Rewritten, op_by_op, rewrite
 from small_models import GPT

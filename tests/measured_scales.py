@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import Calibration
-from amp_fx.placement.profile import DeviceProfile
+from amp_fx.precision.placement.profile import DeviceProfile
 from levels import error, exact
 from small_models import Parts
 

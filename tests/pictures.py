@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from amp_fx.plans.label import Kind, Reason
-from amp_fx.plans.plan import CastPlan, CastSum, Cost, InputPlan, ModuleCasts, NodePlan, Plan
-from amp_fx.policy import OpClass
-from amp_fx.reports.report import Report
+from amp_fx.instruments.reports.report import Report
+from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.plan import CastPlan, CastSum, Cost, InputPlan, ModuleCasts, NodePlan, Plan
+from amp_fx.precision.policy import OpClass
 
 __all__ = ["NASTY", "blocks", "call", "cast", "chain", "compared", "nasty", "parameter"]
 

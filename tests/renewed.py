@@ -13,10 +13,10 @@ import json
 import torch
 from torch import Tensor, nn
 
-from amp_fx.policy.forms import ScaledRows
-from amp_fx.weights import cache, touch
-from amp_fx.weights.cache import CacheEntry, WeightCache, keep
-from amp_fx.weights.renewal import CHUNK, Renewal
+from amp_fx.precision.policy.forms import ScaledRows
+from amp_fx.runtime.weights import cache, touch
+from amp_fx.runtime.weights.cache import CacheEntry, WeightCache, keep
+from amp_fx.runtime.weights.renewal import CHUNK, Renewal
 from writes import WRITES, are_current, copies_for, copies_in, new_layer
 
 LOW = torch.float16

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes
 from amp_fx.passes.base import run_in_order
 from amp_fx.passes.forward.place_by_sensitivity import PricedGraph, price
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.label import label_of
-from amp_fx.plans.sensitivity import CallSensitivity, ReadSensitivity, slots
-from amp_fx.policy import OpClass
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.label import label_of
+from amp_fx.precision.plans.sensitivity import CallSensitivity, ReadSensitivity, slots
+from amp_fx.precision.policy import OpClass
 from graphs import captured
 
 Rows = dict[str, CallSensitivity]

@@ -23,12 +23,12 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import program_outputs, size_hint, stock_inductor
-from amp_fx.backend import amp_fx
+from amp_fx.compiler.backend import amp_fx
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.values import storage_of
-from amp_fx.reports.lowered import autocast_backend, cast_kernels
-from amp_fx.targets.process import TargetProcess
-from amp_fx.targets.tracing import Backend, TracedGraph, Tracer, compile_graph
+from amp_fx.instruments.reports.lowered import autocast_backend, cast_kernels
+from amp_fx.instruments.targets.process import TargetProcess
+from amp_fx.instruments.targets.tracing import Backend, TracedGraph, Tracer, compile_graph
 from benchmarks import counts
 from benchmarks.arms import ARMS
 from benchmarks.counts import Counter, Counts, Row
@@ -90,8 +90,8 @@ def _shared(target: str) -> SimpleNamespace:
 def one_process() -> Iterator[None]:
     """``explain`` and ``calibrate`` ask the process of the tests instead of starting theirs, which takes seconds."""
     with (
-        mock.patch("amp_fx.calibration.calibrating.TargetProcess", _shared),
-        mock.patch("amp_fx.reports.explaining.TargetProcess", _shared),
+        mock.patch("amp_fx.instruments.calibration.calibrating.TargetProcess", _shared),
+        mock.patch("amp_fx.instruments.reports.explaining.TargetProcess", _shared),
     ):
         yield
 

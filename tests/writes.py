@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from amp_fx.graphs.keys import KEPT_META, Kept
-from amp_fx.policy.forms import ScaledRows
-from amp_fx.weights.cache import WeightCache, keep
-from amp_fx.weights.lift import Prepare, prepare_of
+from amp_fx.precision.policy.forms import ScaledRows
+from amp_fx.runtime.weights.cache import WeightCache, keep
+from amp_fx.runtime.weights.lift import Prepare, prepare_of
 
 _flat = functools.partial(torch.randn, 3 * 65536)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from importlib import resources
 
-from amp_fx.plans.plan import CastSum, Cost, ModuleCasts
+from amp_fx.precision.plans.plan import CastSum, Cost, ModuleCasts
 from amp_fx.viz.graph import Drawing
 from amp_fx.viz.style import COLOURS
 from amp_fx.viz.words import cost_text, short_dtype, size

@@ -9,7 +9,7 @@ from pathlib import Path
 import graphviz
 
 from amp_fx.errors import AmpFxError
-from amp_fx.plans.files import write_bytes, write_text
+from amp_fx.precision.plans.files import write_bytes, write_text
 from amp_fx.viz import style
 from amp_fx.viz.graph import DEPTH, Drawing, Graph, Marked
 from amp_fx.viz.style import CLASSES, COLOURS, Border, Face

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from amp_fx.plans.plan import CastPlan, Cost, ModuleCasts
-from amp_fx.policy import OpClass
+from amp_fx.precision.plans.plan import CastPlan, Cost, ModuleCasts
+from amp_fx.precision.policy import OpClass
 from amp_fx.viz.words import short_dtype
 
 #: modules deeper than this are closed at first

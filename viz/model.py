@@ -11,11 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
-
-from amp_fx.plans.label import Kind
-from amp_fx.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, NodePlan, Plan, dtype_name
-from amp_fx.plans.plan_files import Diff, keyed
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, NodePlan, Plan, dtype_name
+from amp_fx.precision.plans.plan_files import Diff, keyed
 from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, levels
 from amp_fx.viz.style import measured
 from amp_fx.viz.words import because, more_bytes
@@ -31,7 +29,7 @@ _Name = tuple[Any, ...]
 
 
 class Drawable(Protocol):
-    """What pictures, which are below reports, know of one; more of it in :class:`amp_fx.reports.report.Report`."""
+    """The part of :class:`amp_fx.instruments.reports.report.Report` that pictures read."""
 
     plans: list[Plan]
     title: str
@@ -174,7 +172,7 @@ class _Builder:
         label = match.group(1) if match else given.name
         home = self.graph.nodes[reader].group
         if given.copy_of:
-            scales = given.dtype is torch.float32
+            scales = str(given.dtype) == "torch.float32"
             reason = "scales of a copy" if scales else "a low copy, kept across calls"
             return self._add_value(given, "parameter", f"{label} scales" if scales else label, home, reason)
         is_gradient = given.name.startswith("tangents")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from amp_fx.plans.plan import CastPlan
+from amp_fx.precision.plans.plan import CastPlan
 from amp_fx.viz.graph import Drawing, Graph, Group, Marked, Node
 from amp_fx.viz.words import short_dtype, size
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-
 from amp_fx.errors import PlanError
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.plans.label import Kind, Reason
-from amp_fx.plans.plan import Cost, NodePlan, Plan, dtype_name
+from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.plan import Cost, NodePlan, Plan
 
 #: dtype -> what casts and boxes call it; the others have their own name
 _SHORT = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
-def short_dtype(dtype: torch.dtype | str) -> str:
+def short_dtype(dtype: object) -> str:
     """``"bf16"`` for ``"bfloat16"``."""
-    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    name = str(dtype).removeprefix("torch.")
     return _SHORT.get(name, name)
 
 

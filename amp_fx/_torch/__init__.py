@@ -1,7 +1,7 @@
 """Every private PyTorch API that amp_fx touches, in one place.
 
 Tried on torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0. A torch upgrade is this folder's work: nothing else in the
-package imports from ``torch._*``, but what stands for an absent GPU (``amp_fx/targets/_torch.py``). Where a
+package imports from ``torch._*``, but what stands for an absent GPU (``amp_fx/instruments/targets/_torch.py``). Where a
 name is private only by its underscore but documented or used by other projects (``compile_fx``, ``CustomGraphPass``),
 the comment says so.
 
@@ -18,6 +18,7 @@ from amp_fx._torch.dynamo import *
 from amp_fx._torch.faults import *
 from amp_fx._torch.grouped import *
 from amp_fx._torch.inductor import *
+from amp_fx._torch.layout import *
 from amp_fx._torch.lowering import *
 from amp_fx._torch.packing import *
 from amp_fx._torch.tensors import *

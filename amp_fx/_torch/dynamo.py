@@ -93,8 +93,14 @@ def _when_compiling_starts(call: Any) -> None:
 
 def _leave_untraced(_: Any) -> None:
     """Dynamo leaves our code alone, as it does torch's own scaler; but for what is around or in modules to compile."""
-    traced = ("integrations", "widened.py")
-    ours = [str(path) for path in Path(__file__).parents[1].iterdir() if path.name not in traced]
+    traced = ("integrations", "runtime", "widened.py")
+    root = Path(__file__).parents[1]
+    ours = [
+        str(path)
+        for folder in (root, root / "runtime")
+        for path in folder.iterdir()
+        if path.name not in traced
+    ]
     trace_rules.SKIP_DIRS.extend(ours)
     trace_rules._recompile_re()
 

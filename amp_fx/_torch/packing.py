@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_fx._torch.tracing import OpOverload, onednn_computes, own_op, quantised_ops
-from amp_fx.state import cache_results
+from amp_fx.runtime.state import cache_results
 
 __all__ = [
     "LINEAR", "LINEAR_INT8", "Packing", "convolution_int8_op", "convolution_op", "fuse_quantised",

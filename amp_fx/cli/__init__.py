@@ -19,7 +19,7 @@ from pathlib import Path
 import amp_fx
 from amp_fx.cli import making_commands, report_commands
 from amp_fx.errors import AmpFxError, did_you_mean
-from amp_fx.plans.files import in_words
+from amp_fx.precision.plans.files import in_words
 
 __all__ = ["main"]
 

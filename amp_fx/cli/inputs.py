@@ -19,8 +19,8 @@ from typing import Any, TextIO
 import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
-from amp_fx.graphs.batches import raised
-from amp_fx.reports.figures import check_figure
+from amp_fx.instruments.batches import raised
+from amp_fx.instruments.reports.figures import check_figure
 
 
 @dataclass(frozen=True)

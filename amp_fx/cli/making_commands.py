@@ -25,17 +25,17 @@ from amp_fx.cli.inputs import (
     writable,
 )
 from amp_fx.cli.report_commands import add_command
+from amp_fx.compiler.settings import DTYPES, LEVEL_OPTIONS
 from amp_fx.errors import AmpFxError, install_hint
 from amp_fx.exporting.converting import CHOICES
 from amp_fx.exporting.onnx_file import need_onnx, why_not_run, write_onnx
 from amp_fx.graphs.values import tensors
-from amp_fx.placement.devices import builtin
-from amp_fx.placement.measuring import measure
-from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
-from amp_fx.placement.tradeoff import MINIMISED, TIME
-from amp_fx.plans.sensitivity import GRADIENTS, OF
-from amp_fx.settings import DTYPES, LEVEL_OPTIONS
-from amp_fx.targets import TARGETS
+from amp_fx.instruments.targets import TARGETS
+from amp_fx.precision.placement.devices import builtin
+from amp_fx.precision.placement.measuring import measure
+from amp_fx.precision.placement.profile import DEVICE_TYPES, DeviceProfile
+from amp_fx.precision.placement.tradeoff import MINIMISED, TIME
+from amp_fx.precision.plans.sensitivity import GRADIENTS, OF
 
 
 def add_to(commands: Any) -> None:

@@ -21,9 +21,9 @@ from amp_fx.cli.inputs import (
     say,
     writable,
 )
-from amp_fx.comparison.comparing import AGAINST
 from amp_fx.errors import AmpFxError
-from amp_fx.reports.report import SUFFIXES, Report, check_suffix
+from amp_fx.instruments.comparison.comparing import AGAINST
+from amp_fx.instruments.reports.report import SUFFIXES, Report, check_suffix
 
 #: what stands for itself in the text of a command
 _WORDS = {

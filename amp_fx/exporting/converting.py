@@ -16,6 +16,9 @@ from typing import Any
 import torch
 
 from amp_fx._torch import multiplies_int8
+from amp_fx.compiler.level_passes import policy_levels
+from amp_fx.compiler.rewriting import replay
+from amp_fx.compiler.settings import LEVEL_OPTIONS, Options
 from amp_fx.errors import AmpFxError, ExportError, OptionsError, did_you_mean, one_of
 from amp_fx.exporting.program import (
     beyond_range,
@@ -25,12 +28,11 @@ from amp_fx.exporting.program import (
     stored_weights,
     tied,
 )
-from amp_fx.graphs.batches import compiling, inputs_of, raised
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device, listed_devices, tensors
-from amp_fx.level_passes import policy_levels
+from amp_fx.instruments.batches import compiling, inputs_of, raised
 from amp_fx.passes import (
     FuseCasts,
     Given,
@@ -41,12 +43,10 @@ from amp_fx.passes import (
     run_in_order,
     run_passes,
 )
-from amp_fx.placement.devices import resolve
-from amp_fx.plans.reading import casts_in, input_plans, unused_rules
-from amp_fx.policy import OpClass
-from amp_fx.policy.levels import levels_of
-from amp_fx.rewriting import replay
-from amp_fx.settings import LEVEL_OPTIONS, Options
+from amp_fx.precision.placement.devices import resolve
+from amp_fx.precision.plans.reading import casts_in, input_plans, unused_rules
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.levels import levels_of
 
 logger = logging.getLogger(__name__)
 

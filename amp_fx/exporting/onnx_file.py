@@ -14,8 +14,8 @@ import torch
 from amp_fx._torch import multiplies_int8, quantised_ops
 from amp_fx.errors import ExportError, MissingLibraryError, install_hint
 from amp_fx.exporting.converting import export
-from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.values import tensors
+from amp_fx.instruments.batches import inputs_of
 
 logger = logging.getLogger(__name__)
 

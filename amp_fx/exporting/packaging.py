@@ -19,26 +19,26 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from amp_fx._torch import compile_package, multiplies_int8, quantised_ops
-from amp_fx.compiling import hook
+from amp_fx.compiler.compiling import hook
 from amp_fx.errors import ExportError, OptionsError, PassError
 from amp_fx.exporting.converting import REPORT_FILE
 from amp_fx.exporting.program import new_program, weights_of
-from amp_fx.graphs.batches import raised
 from amp_fx.graphs.exported import adopt
 from amp_fx.graphs.keys import ATTENTION_MARK, PLAN_META, REGION_META
 from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in
+from amp_fx.instruments.batches import raised
 from amp_fx.passes import HoldPacked, PassContext, joint_passes, package_passes
 from amp_fx.passes.base import mark
 from amp_fx.passes.forward.choose_attention import choice
-from amp_fx.placement.attention import SCORES_AT_ONCE
-from amp_fx.placement.devices import resolve
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.plan import Plan
-from amp_fx.policy import Policy
-from amp_fx.policy.levels import is_narrow
-from amp_fx.weights.lift import SHIFT, Lift, is_plain
-from amp_fx.weights.patterns import apply_patterns
-from amp_fx.weights.products import write_in_int8, write_out_int8
+from amp_fx.precision.placement.attention import SCORES_AT_ONCE
+from amp_fx.precision.placement.devices import resolve
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.plan import Plan
+from amp_fx.precision.policy import Policy
+from amp_fx.precision.policy.levels import is_narrow
+from amp_fx.runtime.weights.lift import SHIFT, Lift, is_plain
+from amp_fx.runtime.weights.patterns import apply_patterns
+from amp_fx.runtime.weights.products import write_in_int8, write_out_int8
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from amp_fx.graphs.exported import Inner
 from amp_fx.graphs.keys import CAST_META, COPY_META, KEPT_META, OWN, REGION_META, TRACED_META, Kept
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import LOW_DTYPES, dtypes_and_sizes, is_eligible, storage_of, storages_written_in
-from amp_fx.weights.lift import SHIFT, Lift, kept_copies, steps_to
-from amp_fx.weights.patterns import fold_norms
-from amp_fx.widened import identity
+from amp_fx.runtime.weights.lift import SHIFT, Lift, kept_copies, steps_to
+from amp_fx.runtime.weights.patterns import fold_norms
+from amp_fx.runtime.widened import identity
 
 _WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 

@@ -2,7 +2,7 @@
 
 Here: capture to pre-dispatch ATen, exported programs in the same form, autocast state as facts about nodes, questions
 that passes ask about nodes, and the fallback for graphs that cannot be captured.
-Not here: which precision a node gets (``amp_fx.policy``, ``amp_fx.placement``), and anything that changes a dtype
-(``amp_fx.passes``).
+Not here: which precision a node gets (``amp_fx.precision.policy``, ``amp_fx.precision.placement``), and anything that
+changes a dtype (``amp_fx.passes``).
 Open ``capture.py`` first.
 """

@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload, is_hidden_call
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.state import cache_results
+from amp_fx.runtime.state import cache_results
 
 
 def arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
@@ -290,20 +290,6 @@ def short_source(source: str) -> str:
     """``train.py:7: y = f(x)`` for a source line with its whole path; at most 60 characters."""
     path, colon, rest = source.partition(":")
     return f"{Path(path).name}{colon}{rest}"[:60]
-
-
-_BY_WORD = {(op := getattr(torch.ops.aten, f"conv{dims}d")).padding: op.default for dims in (1, 2, 3)}
-
-
-def pad_by_numbers(graph: fx.Graph) -> None:
-    """Convolutions whose padding is a word get numbers, as oneDNN packs those; not where one side has more of it."""
-    for node in (node for node in graph.nodes if node.target in _BY_WORD):
-        given, tensors = convolution_settings(node), [argument_value(node, name) for name in _TENSORS]
-        steps = zip(given["dilation"], tensors[1].meta["val"].shape[2:], given["padding"], strict=True)
-        wide = [by * (size - 1) * (word == "same") for by, size, word in steps]
-        if not any(each % 2 for each in wide):
-            settings = given["stride"], [each // 2 for each in wide], given["dilation"], given["groups"]
-            node.target, node.args, node.kwargs = _BY_WORD[node.target], (*tensors, *settings), {}
 
 
 def class_name(kind: type | str) -> str:

@@ -36,13 +36,13 @@ from amp_fx._torch import (
     take_over,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import grad_modes, output_nodes, pad_by_numbers
+from amp_fx.graphs.calls import argument_value, convolution_settings, grad_modes, output_nodes
 from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter, fake_mode_of, stand_in
 from amp_fx.graphs.keys import TRACED_META
 from amp_fx.graphs.regions import Regions, enclose, node_regions, of_user
 from amp_fx.graphs.values import dtypes_and_sizes, tensors
-from amp_fx.policy import OpClass
-from amp_fx.policy.table import lookup
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.table import lookup
 
 logger = logging.getLogger(__name__)
 
@@ -170,3 +170,20 @@ def _inline_constants(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None
         node.replace_all_uses_with(literal)
         traced.graph.erase_node(node)
         delattr(traced, str(node.target))
+
+
+_BY_WORD = {(op := getattr(torch.ops.aten, f"conv{dims}d")).padding: op.default for dims in (1, 2, 3)}
+
+
+def pad_by_numbers(graph: fx.Graph) -> None:
+    """Convolutions whose padding is a word get numbers, as oneDNN packs those; not where one side has more of it."""
+    for node in (node for node in graph.nodes if node.target in _BY_WORD):
+        given, tensors = (
+            convolution_settings(node),
+            [argument_value(node, name) for name in ("input", "weight", "bias")],
+        )
+        steps = zip(given["dilation"], tensors[1].meta["val"].shape[2:], given["padding"], strict=True)
+        wide = [by * (size - 1) * (word == "same") for by, size, word in steps]
+        if not any(each % 2 for each in wide):
+            settings = given["stride"], [each // 2 for each in wide], given["dilation"], given["groups"]
+            node.target, node.args, node.kwargs = _BY_WORD[node.target], (*tensors, *settings), {}

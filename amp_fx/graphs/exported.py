@@ -18,8 +18,8 @@ import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, OpOverload, is_functorch_wrapped
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import output_nodes, pad_by_numbers, where
-from amp_fx.graphs.capture import OPAQUE_BODIES
+from amp_fx.graphs.calls import output_nodes, where
+from amp_fx.graphs.capture import OPAQUE_BODIES, pad_by_numbers
 from amp_fx.graphs.fake_runs import dtype_under_autocast, fake_arguments
 from amp_fx.graphs.keys import REGION_META, TRACED_META
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions

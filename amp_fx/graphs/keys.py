@@ -18,7 +18,7 @@ SOURCE_META = "amp_fx_source"
 
 # what passes decide, and what they add to a graph
 
-#: call -> its label (:class:`amp_fx.plans.label.Label`)
+#: call -> its label (:class:`amp_fx.precision.plans.label.Label`)
 LABEL = "amp_fx_label"
 #: cast that amp_fx has inserted -> True
 CAST_META = "amp_fx_cast"
@@ -67,7 +67,8 @@ class Kept(NamedTuple):
     Attributes:
         weight: name of the input that holds the weight.
         suffix: what the copy's name has behind that; empty for the copy that is stored in the weight's place.
-        form: the dtype that the weight is cast to, or :class:`amp_fx.policy.forms.ScaledRows`; None for anything else.
+        form: the dtype that the weight is cast to, or :class:`amp_fx.precision.policy.forms.ScaledRows`; None for
+        anything else.
     """
 
     weight: str

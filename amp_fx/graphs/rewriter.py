@@ -27,7 +27,7 @@ INHERITED = (
 class Rewriter:
     """Adds calls to one graph, where the graph inserts nodes or where :meth:`before` and :meth:`after` say.
 
-    Calling the rewriter is :meth:`call`, so that it is an ``Emit`` of :mod:`amp_fx.policy.scaled`.
+    Calling the rewriter is :meth:`call`, so that it is an ``Emit`` of :mod:`amp_fx.precision.policy.scaled`.
 
     Args:
         graph: captured, or one of Inductor's.

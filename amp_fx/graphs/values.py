@@ -20,10 +20,9 @@ from amp_fx.graphs.calls import (
     is_layout,
     target_name,
     tensor_arguments,
-    values_read,
 )
 from amp_fx.graphs.traits import op_row
-from amp_fx.policy.table import DEVICES
+from amp_fx.precision.policy.table import DEVICES
 
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
 LOW_DTYPES = (torch.bfloat16, torch.float16)
@@ -243,19 +242,6 @@ def _bodies_only_read(node: fx.Node) -> bool:
     is_known = bool(bodies) and all("val" in given.meta for given in inputs)
     written = frozenset[int]().union(*map(storages_written_in, bodies)) if is_known else ()
     return is_known and not any(storage_of(given) in written for given in inputs)
-
-
-def additions_of(value: fx.Node) -> list[fx.Node]:
-    """The calls that add a value to another one."""
-    adds = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
-    return [user for user in value.users if user.target in adds and len(values_read(user)) == 2]
-
-
-def is_convolved(value: fx.Node) -> bool:
-    """True where convolutions read a value, and otherwise only additions: all of them may read it in uint8."""
-    conv = torch.ops.aten.conv2d.default
-    reads = [user for user in value.users if user.target is conv and user.args[0] is value]
-    return bool(reads) and len(reads) + len(additions_of(value)) == len(value.users)
 
 
 def is_fixed(node: fx.Node) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_fx.compiler.settings import Options
 from amp_fx.errors import MissingLibraryError, OptionsError, install_hint
-from amp_fx.scaling import GradScaler
-from amp_fx.settings import Options
+from amp_fx.runtime.scaling import GradScaler
 
 __all__ = ["backend_options", "compile_in_place", "needed"]
 

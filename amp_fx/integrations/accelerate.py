@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from amp_fx.compiler.settings import Options
 from amp_fx.errors import ScalerError
 from amp_fx.integrations import backend_options, needed
-from amp_fx.scaling import scaler as scaling
-from amp_fx.settings import Options
+from amp_fx.runtime.scaling import scaler as scaling
 
 with needed("accelerate"):
     from accelerate.optimizer import AcceleratedOptimizer

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from amp_fx.errors import one_of
 from amp_fx.integrations import backend_options, compile_in_place, needed
 from amp_fx.integrations.metrics import ScalerMetrics
-from amp_fx.scaling import GradScaler
+from amp_fx.runtime.scaling import GradScaler
 
 with needed("lightning"):
     from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from amp_fx.errors import OptionsError
-from amp_fx.scaling import GradScaler
+from amp_fx.runtime.scaling import GradScaler
 
 
 class ScalerMetrics:

@@ -14,7 +14,7 @@ import torch
 from amp_fx.errors import ScalerError
 from amp_fx.integrations import backend_options, compile_in_place, needed
 from amp_fx.integrations.metrics import ScalerMetrics
-from amp_fx.scaling import GradScaler, find_scaler
+from amp_fx.runtime.scaling import GradScaler, find_scaler
 
 with needed("accelerate"):
     from accelerate.optimizer import AcceleratedOptimizer

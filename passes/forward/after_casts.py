@@ -23,8 +23,8 @@ from amp_fx.graphs.values import (
 )
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.insert_casts import retyped_arguments
-from amp_fx.plans.label import Label, Takes, label_of
-from amp_fx.policy import OpClass
+from amp_fx.precision.plans.label import Label, Takes, label_of
+from amp_fx.precision.policy import OpClass
 
 
 @dataclass(frozen=True)

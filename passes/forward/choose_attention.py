@@ -10,9 +10,9 @@ import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.placement.attention import PAYS, Attention, operands, refusal, single_query
-from amp_fx.plans.label import Kind, Reason, label_of
-from amp_fx.policy.rules import Rule
+from amp_fx.precision.placement.attention import PAYS, Attention, operands, refusal, single_query
+from amp_fx.precision.plans.label import Kind, Reason, label_of
+from amp_fx.precision.policy.rules import Rule
 
 #: implementation -> the kind of its reason
 _KINDS = {"flash": Kind.FLASH, "products": Kind.PRODUCTS, "products_low": Kind.LOW_PRODUCTS}
@@ -30,7 +30,7 @@ class ChooseAttention(Pass):
     3. a user's rule with ``"implementation"``.
     4. a single query, whatever the number of keys, known or not: by what an element of a key takes. The products took
        0.08 to 0.6 of the kernel's time on a Zen 4, with 8 to 4,096 keys, and 0.7 to 1.3 of it with AMX (torch 2.13).
-    5. the one that takes less time (:class:`amp_fx.placement.attention.Attention`).
+    5. the one that takes less time (:class:`amp_fx.precision.placement.attention.Attention`).
 
     Scores are as exact as in fp32, but with policy ``fast``, and in inference ``int8``: there they are in bf16.
 

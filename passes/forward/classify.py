@@ -34,11 +34,11 @@ from amp_fx.graphs.values import (
     tensors,
 )
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.plans.label import Kind, Label, Reason, Takes
-from amp_fx.policy import OpClass, OpGroup, Origin
-from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
-from amp_fx.policy.rules import PRECISIONS
-from amp_fx.policy.table import device_row, lookup
+from amp_fx.precision.plans.label import Kind, Label, Reason, Takes
+from amp_fx.precision.policy import OpClass, OpGroup, Origin
+from amp_fx.precision.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
+from amp_fx.precision.policy.rules import PRECISIONS
+from amp_fx.precision.policy.table import device_row, lookup
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, storage_of, written_arguments, written_storages
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.hazards import HAZARDS, constants
-from amp_fx.plans.label import Kind, Reason, Takes, label_of
-from amp_fx.policy import OpClass
+from amp_fx.precision.plans.label import Kind, Reason, Takes, label_of
+from amp_fx.precision.policy import OpClass
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from amp_fx.graphs.calls import argument_value, arguments, behind, functional, r
 from amp_fx.graphs.keys import TIED
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, numel, sources_in, tensors, written_arguments
-from amp_fx.plans.label import Kind, Label, Reason, label_of
-from amp_fx.policy import OpClass
-from amp_fx.policy.table import lookup
+from amp_fx.precision.plans.label import Kind, Label, Reason, label_of
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.table import lookup
 
 aten = torch.ops.aten
 

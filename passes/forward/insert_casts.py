@@ -32,9 +32,9 @@ from amp_fx.graphs.values import (
     written_storages,
 )
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.plans.label import Label, Takes, label_of
-from amp_fx.policy import OpClass
-from amp_fx.policy.table import device_row
+from amp_fx.precision.plans.label import Label, Takes, label_of
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.table import device_row
 
 #: where type promotion decides, the plan records what the kernel really returns
 _PROMOTING = (OpClass.PROMOTE, OpClass.FOLLOW)

@@ -18,9 +18,9 @@ from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.plans.label import Kind, Reason, label_of
-from amp_fx.policy import OpClass
-from amp_fx.policy.rules import PRECISIONS
+from amp_fx.precision.plans.label import Kind, Reason, label_of
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.rules import PRECISIONS
 
 #: device types on which autocast is to be on, with its dtype
 _State = tuple[tuple[str, torch.dtype], ...]

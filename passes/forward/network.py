@@ -13,10 +13,10 @@ from amp_fx.graphs.keys import MAY_ROUND
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import in_place_target, is_eligible, written_arguments
 from amp_fx.passes.forward.classify import may_return_wide
-from amp_fx.placement.cost import CostModel
-from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
-from amp_fx.plans.label import Label, Takes, label_of
-from amp_fx.policy import OpClass
+from amp_fx.precision.placement.cost import CostModel
+from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Shared, Var
+from amp_fx.precision.plans.label import Label, Takes, label_of
+from amp_fx.precision.policy import OpClass
 
 #: variables of the cut whose label is known
 ALWAYS = {HIGH: ("always fp32",), LOW: ("always low",)}

@@ -12,13 +12,13 @@ import torch.fx as fx
 from amp_fx.graphs.keys import MAY_ROUND
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.network import Network, dtype_as_autocast, place_as_autocast, rounded
-from amp_fx.placement.attention import refusal
-from amp_fx.placement.cost import CostModel
-from amp_fx.placement.cut import HIGH, LOW, Problem, Var, solve
-from amp_fx.plans.label import Kind, Label, Reason, label_of
-from amp_fx.plans.plan import NodePlan
-from amp_fx.policy import OpClass
-from amp_fx.policy.table import device_row
+from amp_fx.precision.placement.attention import refusal
+from amp_fx.precision.placement.cost import CostModel
+from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Var, solve
+from amp_fx.precision.plans.label import Kind, Label, Reason, label_of
+from amp_fx.precision.plans.plan import NodePlan
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.table import device_row
 
 #: what a call takes from its row in a plan
 _DECIDED = (
@@ -38,12 +38,12 @@ class Place(Pass):
     1. a ``promote`` op that autocast runs low may run in fp32.
     2. a ``follow`` op may run in either, as long as nobody who would have read fp32 reads a rounded value.
     3. a ``low`` op may run in fp32 where the device profile says that its casts cost more than it gains.
-    4. under policy ``fast``, ops of ``FAST_MAY_ROUND`` (``amp_fx/policy/common.py``) may store low what autocast has in
-       fp32, but not what the same kernel reads in fp32.
+    4. under policy ``fast``, ops of ``FAST_MAY_ROUND`` (``amp_fx/precision/policy/common.py``) may store low what
+       autocast has in fp32, but not what the same kernel reads in fp32.
 
     Nothing is rounded for its bytes alone: where no low product reads a value or returns it, it stays in fp32.
 
-    Costs are those of :class:`amp_fx.placement.cost.CostModel`: copies that reach memory, stand-alone casts,
+    Costs are those of :class:`amp_fx.precision.placement.cost.CostModel`: copies that reach memory, stand-alone casts,
     arithmetic. A tie goes to fewer casts, then to fewer bytes cast, then, for a view, to what autocast has, then to
     fp32. (Inductor fuses the sum of a bias's gradient with what makes it less often where a view stands behind a cast.)
     ``numerics="eager"`` keeps autocast's own placement, and so does a graph with two low dtypes.

@@ -17,15 +17,15 @@ from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.network import ALWAYS, Network, place_as_autocast, rounded
 from amp_fx.passes.forward.place import Place
 from amp_fx.passes.forward.sensitivity_terms import sensitivity_terms
-from amp_fx.placement.cost import CostModel
-from amp_fx.placement.cut import HIGH, LOW, Var, solve
-from amp_fx.placement.priced import Labels, Priced, SensitivityTerm
-from amp_fx.placement.tradeoff import within
-from amp_fx.plans.label import Kind, Label, Reason, label_of
-from amp_fx.plans.plan import NodePlan
-from amp_fx.plans.sensitivity import CallSensitivity
-from amp_fx.policy import OpClass
-from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
+from amp_fx.precision.placement.cost import CostModel
+from amp_fx.precision.placement.cut import HIGH, LOW, Var, solve
+from amp_fx.precision.placement.priced import Labels, Priced, SensitivityTerm
+from amp_fx.precision.placement.tradeoff import within
+from amp_fx.precision.plans.label import Kind, Label, Reason, label_of
+from amp_fx.precision.plans.plan import NodePlan
+from amp_fx.precision.plans.sensitivity import CallSensitivity
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 
 #: call -> whether it computes in fp32, and whether its result is stored so
 Placement = Mapping[str, tuple[bool, bool]]

@@ -12,7 +12,7 @@ The gradient of a value is rounded where it is handed back by a library kernel t
 takes it as the gradient of its result (5), and where it is kept in memory between two kernels in the dtype of a value
 that is stored low (6). A gradient that arrives rounded is not rounded again.
 
-Kernels of attention round operands of the matmuls inside them (7; ``amp_fx/calibration/operands.py``).
+Kernels of attention round operands of the matmuls inside them (7; ``amp_fx/instruments/calibration/operands.py``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from amp_fx.graphs.calls import argument_value, is_parameter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import numel
 from amp_fx.passes.forward.network import Network, converts_alone, is_stored_value, is_summed, named_arguments
-from amp_fx.placement.cost import CostModel
-from amp_fx.placement.cut import HIGH, LOW, Var
-from amp_fx.placement.priced import SensitivityTerm
-from amp_fx.plans.label import Label, label_of
-from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, as_number, slots
-from amp_fx.policy import OpClass
-from amp_fx.policy.table import device_row
+from amp_fx.precision.placement.cost import CostModel
+from amp_fx.precision.placement.cut import HIGH, LOW, Var
+from amp_fx.precision.placement.priced import SensitivityTerm
+from amp_fx.precision.plans.label import Label, label_of
+from amp_fx.precision.plans.sensitivity import INSIDE, CallSensitivity, as_number, slots
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.table import device_row
 
 
 def sensitivity_terms(
@@ -129,8 +129,8 @@ class _Memory:
     """What a compiled training step writes to memory between its kernels, as far as rounding is about it.
 
     Inductor computes fused kernels in fp32. So of the values and gradients that a plan has low, only those are rounded
-    that are written. Values: see :class:`amp_fx.placement.cost.CostModel`; and those that are only kept for the
-    backward. Gradients: the backward is the forward's mirror, so both are read off the forward graph.
+    that are written. Values: see :class:`amp_fx.precision.placement.cost.CostModel`; and those that are only kept for
+    the backward. Gradients: the backward is the forward's mirror, so both are read off the forward graph.
     """
 
     def __init__(self, graph: fx.Graph, cost: CostModel, rows: Mapping[str, CallSensitivity]) -> None:

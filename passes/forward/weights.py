@@ -16,11 +16,11 @@ from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_pure, is_view, storage_of, storages_written_in
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.levels.quantise_matmuls import Part
-from amp_fx.plans.label import Kind, Reason, Takes, label_of
-from amp_fx.plans.plan import dtype_name
-from amp_fx.policy import OpClass
-from amp_fx.policy.forms import ScaledRows
-from amp_fx.policy.levels import LEVELS
+from amp_fx.precision.plans.label import Kind, Reason, Takes, label_of
+from amp_fx.precision.plans.plan import dtype_name
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.forms import ScaledRows
+from amp_fx.precision.policy.levels import LEVELS
 
 aten = torch.ops.aten
 
@@ -29,8 +29,8 @@ aten = torch.ops.aten
 class MarkCopies(Pass):
     """Marks every copy that the graph makes of a weight, so that it is made once and kept across calls.
 
-    :mod:`amp_fx.weights.lift` takes what is marked out of the graph. Not marked are copies of weights that the graph
-    writes to, copies that it writes to, and copies that it returns, as the caller may keep those.
+    :mod:`amp_fx.runtime.weights.lift` takes what is marked out of the graph. Not marked are copies of weights that the
+    graph writes to, copies that it writes to, and copies that it returns, as the caller may keep those.
 
     1. casts to a low dtype.
     2. copies with scales, and their factors (:class:`QuantiseMatmuls`).

@@ -14,7 +14,7 @@ from amp_fx.graphs.calls import argument_value, readers
 from amp_fx.graphs.keys import ATTENTION_MARK
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes.base import Pass, PassContext, marked
-from amp_fx.placement.attention import Block, blocks_of
+from amp_fx.precision.placement.attention import Block, blocks_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import lays_out_convolutions, write_as_it_is
+from amp_fx._torch import convert_op, lays_out_convolutions, write_as_it_is
 from amp_fx.graphs.calls import CAST, behind, readers
 from amp_fx.graphs.fake_runs import is_matmul, run_fake
+from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.placement.layout import lay_out, relaid_weight
-from amp_fx.policy.table import device_row
+from amp_fx.precision.placement.cost import is_relaid
+from amp_fx.precision.policy.table import device_row
 
 aten = torch.ops.aten
 
@@ -99,14 +101,14 @@ class LayOutGradients(Pass):
             return "Inductor keeps the layout of convolutions"
         changed = 0
         for backward in gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
-            if (weight := relaid_weight(backward.args[2])) is None:
+            if (weight := _relaid_weight(backward.args[2])) is None:
                 continue
             items = [user for user in backward.users if user.target is operator.getitem]
             users = [user for item in items if item.args[1] == 1 for user in item.users]
             casts = [user for user in users if user.target is CAST]
             for cast in casts:
                 if cast.meta["val"].dtype is torch.float32:
-                    lay_out(cast, weight.meta["val"].stride())
+                    _lay_out(cast, weight.meta["val"].stride())
                     changed += 1
         return f"{changed} gradients are laid out as their weights"
 
@@ -178,9 +180,9 @@ class LayOutWeights(Pass):
         convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
         read = {node.args[1] for node in convolutions}
         # casts to 16 bits of inputs
-        casts = [node for node in gm.graph.nodes if node in read and relaid_weight(node) is not None]
+        casts = [node for node in gm.graph.nodes if node in read and _relaid_weight(node) is not None]
         for cast in casts:
-            lay_out(cast, cast.meta["val"].contiguous(memory_format=torch.channels_last).stride())
+            _lay_out(cast, cast.meta["val"].contiguous(memory_format=torch.channels_last).stride())
         return f"{len(casts)} weights of convolutions are laid out by the library"
 
 
@@ -253,3 +255,19 @@ def _is_repeated(cast: fx.Node) -> bool:
         user.target is aten.expand.default and all(copy.target is aten.clone.default for copy in user.users)
         for user in cast.users
     )
+
+
+def _lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
+    """Puts a call that also changes the layout in the place of a cast."""
+    work = Rewriter(cast.graph, captured=False)
+    with work.before(cast):
+        laid_out = work.call(convert_op(), cast.all_input_nodes[0], cast.meta["val"].dtype, list(stride))
+    work.replace(cast, laid_out)
+
+
+def _relaid_weight(node: object) -> fx.Node | None:
+    """The input of a graph of AOTAutograd's that a 16-bit value is cast from, if it is worth laying out."""
+    if not isinstance(node, fx.Node) or node.target is not CAST or node.meta["val"].dtype not in LOW_DTYPES:
+        return None
+    (source,) = node.all_input_nodes
+    return source if source.op == "placeholder" and is_relaid(source.meta["val"]) else None

@@ -17,7 +17,7 @@ from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, gradients_in, marked
-from amp_fx.policy.table import device_row
+from amp_fx.precision.policy.table import device_row
 
 aten = torch.ops.aten
 

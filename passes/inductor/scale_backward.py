@@ -13,7 +13,7 @@ from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.policy.table import device_row
+from amp_fx.precision.policy.table import device_row
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

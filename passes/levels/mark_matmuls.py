@@ -12,8 +12,8 @@ from amp_fx.graphs.traits import LINEAR_OPS
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, mark
 from amp_fx.passes.levels.matmuls import Matmul, captured_matmul, divides, may_run_below
-from amp_fx.plans.label import label_of
-from amp_fx.policy.levels import WEIGHT, Level
+from amp_fx.precision.plans.label import label_of
+from amp_fx.precision.policy.levels import WEIGHT, Level
 
 
 @dataclass(frozen=True)

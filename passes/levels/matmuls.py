@@ -21,10 +21,10 @@ from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import LOW_DTYPES, PLACED_DTYPES
 from amp_fx.passes.base import PassContext, gradients_in, marked
-from amp_fx.plans.label import Label, label_of
-from amp_fx.policy import OpClass
-from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT
-from amp_fx.policy.rules import BELOW
+from amp_fx.precision.plans.label import Label, label_of
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.levels import FORWARD, INPUT, WEIGHT
+from amp_fx.precision.policy.rules import BELOW
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ class Matmul:
     Attributes:
         node: the call.
         name: in the plan, of the call of the forward that it belongs to, which may run below 16 bits.
-        role: a value of :data:`amp_fx.policy.levels.ROLES`.
+        role: a value of :data:`amp_fx.precision.policy.levels.ROLES`.
         operands: first and second.
         sizes: rows, contracted, columns; symbolic sizes as they are.
         bias: one number for each column, in the dtype of the result, or None.

@@ -18,14 +18,14 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import cast_bytes, numel
 from amp_fx.passes.base import Pass, PassContext, gradients_in
 from amp_fx.passes.levels.matmuls import Matmul, Operand, divides, last_calls, may_run_below, read_matmuls
-from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
-from amp_fx.placement.level_cost import NARROW, OPERATIONS, LevelCost
-from amp_fx.placement.priced import Priced, SensitivityTerm
-from amp_fx.placement.tradeoff import within
-from amp_fx.plans.label import Kind, Reason, label_of
-from amp_fx.plans.plan import with_choice
-from amp_fx.policy.levels import AUTO, LEVELS, WEIGHT, Implementation, Level
-from amp_fx.policy.rules import BELOW
+from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Shared, Var
+from amp_fx.precision.placement.level_cost import NARROW, OPERATIONS, LevelCost
+from amp_fx.precision.placement.priced import Priced, SensitivityTerm
+from amp_fx.precision.placement.tradeoff import within
+from amp_fx.precision.plans.label import Kind, Reason, label_of
+from amp_fx.precision.plans.plan import with_choice
+from amp_fx.precision.policy.levels import AUTO, LEVELS, WEIGHT, Implementation, Level
+from amp_fx.precision.policy.rules import BELOW
 
 aten = torch.ops.aten
 
@@ -62,9 +62,9 @@ class PlaceLevels(Pass):
        added to a residual stream.
     4. it gives the gradient of a weight, and the level leaves these.
     5. both operands are gradients.
-    6. the cut of :mod:`amp_fx.placement.level_cost` finds no gain in it. Without costs, everything that may does.
-       Copies of weights that live across calls cost nothing in a call, with scales as in the low dtype.
-    7. with measured sensitivity, the budget does not allow it (:mod:`amp_fx.placement.priced`).
+    6. the cut of :mod:`amp_fx.precision.placement.level_cost` finds no gain in it. Without costs, everything that may
+       does. Copies of weights that live across calls cost nothing in a call, with scales as in the low dtype.
+    7. with measured sensitivity, the budget does not allow it (:mod:`amp_fx.precision.placement.priced`).
 
     A plan takes the place of 3 to 7; a rule that names the level, of 3, 6 and 7. Of the implementations that take a
     matmul, the one that costs the least multiplies.

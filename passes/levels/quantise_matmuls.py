@@ -14,16 +14,16 @@ from amp_fx.graphs.calls import CAST, PROGRAM_CAST, is_cast, values_read
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
 from amp_fx.graphs.rewriter import Rewriter
-from amp_fx.graphs.values import additions_of, is_convolved, is_view, storage_of, writers_in, written_storages
+from amp_fx.graphs.values import is_view, storage_of, writers_in, written_storages
 from amp_fx.passes.base import Pass, PassContext, erase
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
-from amp_fx.plans.label import label_of
-from amp_fx.policy import OpClass
-from amp_fx.policy.forms import ScaledRows, with_norm
-from amp_fx.policy.levels import Implementation, Level
-from amp_fx.policy.scaled import Product, dequantised, quantised, whole
-from amp_fx.widened import held_pair
+from amp_fx.precision.plans.label import label_of
+from amp_fx.precision.policy import OpClass
+from amp_fx.precision.policy.forms import ScaledRows, with_norm
+from amp_fx.precision.policy.levels import Implementation, Level
+from amp_fx.precision.policy.scaled import Product, dequantised, quantised, whole
+from amp_fx.runtime.widened import held_pair
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ class QuantiseMatmuls(Pass):
     operand and the columns of the second in one piece each: a copy that lies otherwise is written that way. Cases:
 
     1. by row: largest magnitude, scale and copy are those of the matrix as the matmul reads it. Or of each block of a
-       row: then scales are bytes, see :func:`amp_fx.policy.scaled.block_scales`.
+       row: then scales are bytes, see :func:`amp_fx.precision.policy.scaled.block_scales`.
     2. whole: there is one scale and one copy of the value, and one more copy for who reads it transposed; of a weight,
        the backward makes that again.
     3. without gradients, what a value is multiplied by has a scale for each column of the result whatever the level: it
@@ -275,3 +275,16 @@ class _CapturedQuantiser(Quantiser):
     def _is_written(self, source: fx.Node) -> bool:
         storage = storage_of(source)
         return storage in self._writers and source < self._writers[storage][-1]
+
+
+def additions_of(value: fx.Node) -> list[fx.Node]:
+    """The calls that add a value to another one."""
+    adds = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+    return [user for user in value.users if user.target in adds and len(values_read(user)) == 2]
+
+
+def is_convolved(value: fx.Node) -> bool:
+    """True where convolutions read a value, and otherwise only additions: all of them may read it in uint8."""
+    conv = torch.ops.aten.conv2d.default
+    reads = [user for user in value.users if user.target is conv and user.args[0] is value]
+    return bool(reads) and len(reads) + len(additions_of(value)) == len(value.users)

@@ -10,8 +10,8 @@ import torch.fx as fx
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes.levels.matmuls import Matmul, Operand
 from amp_fx.passes.levels.place_levels import level_of
-from amp_fx.policy.levels import FORWARD, Implementation, Level, Scale
-from amp_fx.policy.scaled import Product, block_scales, scale_of, scaled
+from amp_fx.precision.policy.levels import FORWARD, Implementation, Level, Scale
+from amp_fx.precision.policy.scaled import Product, block_scales, scale_of, scaled
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from amp_fx.reports.report import Report
+from amp_fx.instruments.reports.report import Report
 from amp_fx.viz.graph import DEPTH
 from amp_fx.viz.model import drawing
 from amp_fx.viz.style import COLOURS

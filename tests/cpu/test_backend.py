@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 from amp_fx import record
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import Region
@@ -118,7 +118,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[fx.GraphModule, dict[st
         asked.append((gm, config, (torch.is_autocast_enabled("cpu"), torch._C._is_any_autocast_enabled())))
         return gm.forward
 
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", compile_with_inductor)
+    monkeypatch.setattr(amp_fx.compiler.compiling, "compile_with_inductor", compile_with_inductor)
     return asked
 
 

@@ -17,11 +17,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import amp_fx
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 import combinations
 from amp_fx import GradScaler, record
+from amp_fx.compiler.settings import Options
 from amp_fx.passes.forward import classify
-from amp_fx.settings import Options
 from combinations import Row
 from combined_runs import STEPS
 from graphs import DEFAULTS, without_inductor
@@ -64,7 +64,7 @@ def test_the_same_options_share_an_entry_and_different_decisions_never_do() -> N
 def test_a_fallback_takes_no_kernels_that_stock_torch_compile_has_left_in_a_cache() -> None:
     # before torch 2.14 those do not wait before they read what they have written
     def alone(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        return amp_fx.compiling.lower_as_it_is(gm, inputs, Options.parse(None, {}))
+        return amp_fx.compiler.compiling.lower_as_it_is(gm, inputs, Options.parse(None, {}))
 
     found = []
     with fresh_cache():
@@ -250,7 +250,7 @@ def test_100_recompiles_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
         gc.collect()
         return resident()
 
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", run_eagerly)
+    monkeypatch.setattr(amp_fx.compiler.compiling, "compile_with_inductor", run_eagerly)
     # pytest keeps what is logged
     monkeypatch.setattr("_pytest.logging.LogCaptureHandler.emit", lambda *_: None)
     before = recompile(100)

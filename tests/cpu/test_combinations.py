@@ -18,7 +18,7 @@ import torch
 
 import combinations
 from amp_fx import OptionsError
-from amp_fx.settings import Options
+from amp_fx.compiler.settings import Options
 from combinations import AXES, DEFAULTS, EXCLUDED, Row, covering_rows, words
 from combined_models import MODELS
 from combined_runs import check, distances, session

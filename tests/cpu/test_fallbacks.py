@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame
 
 import amp_fx
-import amp_fx.backend
-import amp_fx.compiling
+import amp_fx.compiler.backend
+import amp_fx.compiler.compiling
 from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record
 from amp_fx.graphs.fallback import is_for_the_caller
 from amp_fx.passes import LayOutGradients, PlaceLevels
-from amp_fx.weights.cache import WeightCache
+from amp_fx.runtime.weights.cache import WeightCache
 from graphs import op_by_op, without_inductor
 from holding import Held
 from levels import MLP, lowered
@@ -68,10 +68,14 @@ def one_warning(how: str, reason: str = ON_PURPOSE) -> Iterator[None]:
 
 #: what fails, the options, and how the graph is compiled then
 STAGES: dict[str, tuple[tuple[Any, str], dict[str, Any], str]] = {
-    "rewriting": ((amp_fx.backend, "rewrite"), {}, "autocast's semantics"),
-    "finding a plan's recipe": ((amp_fx.backend, "level_placement"), {}, "autocast's semantics"),
-    "telling": ((amp_fx.backend, "add_autocast"), {}, "autocast's semantics"),
-    "copies": ((amp_fx.compiling, "with_weights"), {"numerics": "eager"}, "weights cast in each call"),
+    "rewriting": ((amp_fx.compiler.backend, "rewrite"), {}, "autocast's semantics"),
+    "finding a plan's recipe": ((amp_fx.compiler.backend, "level_placement"), {}, "autocast's semantics"),
+    "telling": ((amp_fx.compiler.backend, "add_autocast"), {}, "autocast's semantics"),
+    "copies": (
+        (amp_fx.compiler.compiling, "with_weights"),
+        {"numerics": "eager"},
+        "weights cast in each call",
+    ),
 }
 
 
@@ -95,7 +99,7 @@ def test_a_stage_that_fails_is_left_out(stage: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("op_by_op")
-@mock.patch("amp_fx.weights.calling.apply_patterns", fails)
+@mock.patch("amp_fx.runtime.weights.calling.apply_patterns", fails)
 def test_where_packing_fails_weights_are_cast_in_each_call(held: Held) -> None:
     model, x = net(), torch.randn(8, 64)
     run = compiled(model)
@@ -122,7 +126,7 @@ def test_where_our_passes_in_inductor_fail_it_compiles_without_them() -> None:
     assert has_gradients_of(model(x).square().sum(), model, within=0.02)
 
 
-@mock.patch.object(amp_fx.compiling.ScaledGraph, "extend", fails)
+@mock.patch.object(amp_fx.compiler.compiling.ScaledGraph, "extend", fails)
 def test_where_scaling_fails_the_scaler_works_from_outside() -> None:
     model, x = net(), torch.randn(8, 64)
     scaler = GradScaler("cpu", init_scale=256.0)
@@ -149,8 +153,8 @@ def test_where_a_level_fails_matmuls_run_in_16_bits(policy: str, tmp_path: Path)
     assert (got - model(x)).norm() < 0.01 * model(x).norm()
 
 
-@mock.patch.object(amp_fx.compiling, "lower", fails)
-@mock.patch.object(amp_fx.backend, "lower", fails)
+@mock.patch.object(amp_fx.compiler.compiling, "lower", fails)
+@mock.patch.object(amp_fx.compiler.backend, "lower", fails)
 def test_where_all_of_ours_fails_inductor_compiles_it_alone() -> None:
     model, x = net(), torch.randn(8, 64)
     with torch.no_grad(), without_inductor(), one_warning("autocast's semantics"):
@@ -178,7 +182,7 @@ def test_where_all_of_ours_fails_inductor_compiles_it_alone() -> None:
 def test_a_plainer_way_is_tried_where_options_ask_for_more(options: Any, training: bool, ways: int) -> None:
     given = amp_fx.options(**options)
     with (
-        mock.patch.object(amp_fx.backend, "rewrite", side_effect=fails) as rewrite,
+        mock.patch.object(amp_fx.compiler.backend, "rewrite", side_effect=fails) as rewrite,
         torch.set_grad_enabled(training),
         without_inductor(),
         one_warning("autocast's semantics"),
@@ -201,7 +205,7 @@ def test_what_inductor_cannot_compile_either_is_its_own_error(monkeypatch: pytes
         found.append(f"no kernel for graph {len(found)}")
         raise RuntimeError(found[-1])
 
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", cannot)
+    monkeypatch.setattr(amp_fx.compiler.compiling, "compile_with_inductor", cannot)
     with torch.inference_mode(), pytest.raises(BackendCompilerFailed) as info:
         # a warning would be another error
         compiled(net())(torch.randn(8, 64))
@@ -213,7 +217,7 @@ def test_errors_about_options_and_words_to_dynamo_are_raised() -> None:
     for error in (PlanError("no such plan"), ScalingWarning("of the caller's filter"), SkipFrame("leave it")):
         assert is_for_the_caller(error)
     assert not is_for_the_caller(OnPurposeError())
-    refuses = mock.patch.object(amp_fx.backend, "rewrite", side_effect=PlanError("no such plan"))
+    refuses = mock.patch.object(amp_fx.compiler.backend, "rewrite", side_effect=PlanError("no such plan"))
     with refuses, torch.no_grad(), pytest.raises(PlanError, match="no such plan"):
         compiled(net())(torch.randn(8, 64))
 
@@ -253,7 +257,7 @@ def test_an_op_with_an_autocast_rule_inside_autocast_is_named_with_its_line() ->
 @pytest.mark.parametrize("what", ["copies", "folded constants", "constants in the code"])
 def test_what_fails_in_a_call_is_computed_in_each(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if what == "constants in the code":
-        monkeypatch.setattr("amp_fx.compiling.tunes_kernels", lambda _: True)
+        monkeypatch.setattr("amp_fx.compiler.compiling.tunes_kernels", lambda _: True)
     model, x = net(), torch.randn(8, 64)
     # copies, where nothing is folded
     run = compiled(model, **({"numerics": "eager"} if what == "copies" else {}))

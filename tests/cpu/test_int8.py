@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 from amp_fx._torch import make_fx, multiplies_int8, quantised_ops
 from amp_fx.passes import PassContext, ReadScales
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.label import Kind
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.label import Kind
 from graphs import default_dtype, without_inductor
 from holding import Held
 from levels import error
@@ -165,8 +165,10 @@ def test_a_packed_weight_takes_one_byte_an_element() -> None:
 )
 def test_where_sums_of_bytes_would_overflow_floats_are_multiplied(options: dict[str, Any], rows: int) -> None:
     (model, run), x = small(**options), torch.randn(rows, 32)
-    seen = mock.Mock(wraps=amp_fx.compiling.compile_with_inductor)
-    with mock.patch.multiple("amp_fx.compiling", multiplies_int8=lambda: False, compile_with_inductor=seen):
+    seen = mock.Mock(wraps=amp_fx.compiler.compiling.compile_with_inductor)
+    with mock.patch.multiple(
+        "amp_fx.compiler.compiling", multiplies_int8=lambda: False, compile_with_inductor=seen
+    ):
         assert wrong(run(x), model, x) < 0.03
     code = str(seen.call_args.args[0].graph)
     assert ("dequantize_per_tensor" in code) == (rows > 1)
@@ -177,11 +179,13 @@ def test_where_sums_of_bytes_would_overflow_floats_are_multiplied(options: dict[
 def test_so_are_weights_that_are_quantised_in_each_call() -> None:
     (model, run), x = small(), torch.randn(32, 32)
     model.requires_grad_(False)
-    seen = mock.Mock(wraps=amp_fx.compiling.compile_with_inductor)
+    seen = mock.Mock(wraps=amp_fx.compiler.compiling.compile_with_inductor)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        mock.patch.multiple("amp_fx.compiling", multiplies_int8=lambda: False, compile_with_inductor=seen),
+        mock.patch.multiple(
+            "amp_fx.compiler.compiling", multiplies_int8=lambda: False, compile_with_inductor=seen
+        ),
     ):
         assert wrong(run(x), model, x) < 0.03
     code = str(seen.call_args.args[0].graph)

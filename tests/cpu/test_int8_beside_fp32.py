@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 
 import amp_fx
 from amp_fx.passes import PassContext
-from amp_fx.plans.label import Kind
+from amp_fx.precision.plans.label import Kind
 from amp_fx.viz.words import summary
 from graphs import op_by_op
 from levels import INT8_CPU
@@ -117,8 +117,10 @@ def test_a_network_by_measured_scales_is_calls_of_onednn_that_read_and_write_byt
 ) -> None:
     model, x, path = convnet(), images(), str(tmp_path / "profile.json")
     # of 7 bits sums are exact without VNNI, too
-    monkeypatch.setattr("amp_fx.rewriting.PassContext", functools.partial(PassContext, weight_bits=bits))
-    monkeypatch.setattr("amp_fx.compiling.multiplies_int8", lambda: True)
+    monkeypatch.setattr(
+        "amp_fx.compiler.rewriting.PassContext", functools.partial(PassContext, weight_bits=bits)
+    )
+    monkeypatch.setattr("amp_fx.compiler.compiling.multiplies_int8", lambda: True)
     INT8_CPU.save(path)
     plan = calibrated(model, [images() for _ in range(4)], profile=INT8_CPU).plan(budget=1000, verify=False)
     with torch.inference_mode():

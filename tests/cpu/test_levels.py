@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 import amp_fx
 import zoo
 from amp_fx.passes import PlaceLevels
-from amp_fx.placement.level_cost import LevelCost
-from amp_fx.policy.levels import LEVELS, levels_of
+from amp_fx.precision.placement.level_cost import LevelCost
+from amp_fx.precision.policy.levels import LEVELS, levels_of
 from benchmarks.learning import TASKS
 from graphs import op_by_op, without_inductor
 from holding import Held

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 
 
 class OwnError(ValueError):
@@ -76,7 +76,7 @@ def test_calls_are_from_cpp_where_nothing_raises_an_error_of_its_own(name: str) 
         configs.append(config)
         return gm.forward
 
-    compiling = mock.patch.object(amp_fx.compiling, "compile_with_inductor", keep)
+    compiling = mock.patch.object(amp_fx.compiler.compiling, "compile_with_inductor", keep)
     with compiling, torch.no_grad():
         try:
             compiled(program)(torch.eye(4) * 2)

@@ -82,7 +82,7 @@ def used(request: pytest.FixtureRequest, op_by_op: None) -> Iterator[Used]:
     with contextlib.ExitStack() as stack:
         if "fallback" in request.param:
             # a mock would keep the graphs
-            stack.enter_context(mock.patch("amp_fx.backend.rewrite", fail))
+            stack.enter_context(mock.patch("amp_fx.compiler.backend.rewrite", fail))
             stack.enter_context(pytest.warns(FallbackWarning))
         for _ in range(2):
             use(compiled, i)

@@ -6,7 +6,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx.errors import InputError
-from amp_fx.graphs.batches import arguments_of, call_of
+from amp_fx.instruments.batches import arguments_of, call_of
 
 
 class Two(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import amp_fx.rewriting
+import amp_fx.compiler.rewriting
 import fuzz
 from amp_fx import Plan
 from fuzz_programs import DrawnOptions, Input, Program, programs
@@ -42,14 +42,14 @@ def two(*lines: str, **more: Any) -> Program:
 
 
 def test_programs_are_compiled_with_the_options_that_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewrite, plans = amp_fx.rewriting.rewrite, list[Plan]()
+    rewrite, plans = amp_fx.compiler.rewriting.rewrite, list[Plan]()
 
     def noted(*args: object, **kwargs: object) -> object:
         gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
         plans.append(plan)
         return gm, plan
 
-    monkeypatch.setattr(amp_fx.rewriting, "rewrite", noted)
+    monkeypatch.setattr(amp_fx.compiler.rewriting, "rewrite", noted)
     options = DrawnOptions(low=torch.float16, base="fast", rules=(("mul", "low"),), replayed=True)
     fuzz.compare(two("y2 = x0 * x1", options=options))
     # once by the policy and once by the plan, for both numerics
@@ -68,12 +68,12 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("wrong_in", WRONG)
 def test_what_is_wrong_is_found(wrong_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewrite, (spoil, given, found) = amp_fx.rewriting.rewrite, WRONG[wrong_in]
+    rewrite, (spoil, given, found) = amp_fx.compiler.rewriting.rewrite, WRONG[wrong_in]
 
     def wrong(*args: object, **kwargs: object) -> object:
         gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
         return (lambda *given: tuple(map(spoil, gm(*given)))), plan
 
-    monkeypatch.setattr(amp_fx.rewriting, "rewrite", wrong)
+    monkeypatch.setattr(amp_fx.compiler.rewriting, "rewrite", wrong)
     with pytest.raises(fuzz.DisagreementError, match=found):
         fuzz.compare(two("y2 = x0 @ x1", "y3 = y2.view(-1)", **given))

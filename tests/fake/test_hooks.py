@@ -10,16 +10,16 @@ import torch
 import torch.optim.optimizer as optimizers
 from torch import nn
 
-import amp_fx.backend
+import amp_fx.compiler.backend
 from amp_fx import notices, state
 from amp_fx._torch import dynamo as hooks
-from amp_fx.policy import table
+from amp_fx.precision.policy import table
 from documents import ROOT
 
 
 @pytest.fixture(autouse=True)
 def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    amp_fx.backend.listen()
+    amp_fx.compiler.backend.listen()
     notices.graph_arrived()
     for hook in hooks.HOOKS:
         monkeypatch.setattr(hook, "_listeners", ())
@@ -98,7 +98,10 @@ def test_what_is_kept_is_registered_under_a_name_of_its_own_and_forgotten() -> N
     notices._told.add("something")
     rows = table.rows_of("cpu")
     assert table.rows_of("cpu") is rows
-    assert {"tensors made of weights", "results of amp_fx.policy.table.rows_of"} <= state._resets.keys()
+    assert {
+        "tensors made of weights",
+        "results of amp_fx.precision.policy.table.rows_of",
+    } <= state._resets.keys()
     amp_fx.reset()
     assert not notices._told
     assert table.rows_of("cpu") is not rows

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends import registry
 
 import amp_fx
-import amp_fx.backend
+import amp_fx.compiler.backend
 from amp_fx import notices
 from amp_fx._torch import dynamo as hooks
-from amp_fx.reports import explaining
+from amp_fx.instruments.reports import explaining
 from small_models import Recurrent
 from versions import UP_TO_2_13, UP_TO_2_14
 
@@ -28,8 +28,8 @@ from versions import UP_TO_2_13, UP_TO_2_14
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process in which no graph has arrived; graphs run op by op."""
-    monkeypatch.setattr("amp_fx.compiling.lower", lambda gm, *_: gm.forward)
-    amp_fx.backend.listen()
+    monkeypatch.setattr("amp_fx.compiler.compiling.lower", lambda gm, *_: gm.forward)
+    amp_fx.compiler.backend.listen()
     yield
     # when the tests end, there is nothing to tell
     notices.graph_arrived()

@@ -16,11 +16,11 @@ from torch import nn
 
 import amp_fx
 from amp_fx import OptionsError, Plan, PlanError, Policy, Rule
-from amp_fx.placement.devices import builtin
-from amp_fx.placement.profile import ProfileError
-from amp_fx.plans.sensitivity import Sensitivity
-from amp_fx.policy.levels import AUTO, levels_of
-from amp_fx.settings import LEVEL_OPTIONS, NUMERICS, WEIGHTS, OptionNames, Options
+from amp_fx.compiler.settings import LEVEL_OPTIONS, NUMERICS, WEIGHTS, OptionNames, Options
+from amp_fx.precision.placement.devices import builtin
+from amp_fx.precision.placement.profile import ProfileError
+from amp_fx.precision.plans.sensitivity import Sensitivity
+from amp_fx.precision.policy.levels import AUTO, levels_of
 from combinations import AXES
 from documents import ROOT
 

@@ -63,7 +63,7 @@ def test_it_is_not_told_where_there_is_nothing_to_lower(why: str, caplog: Any, m
     model, x = Between("disabled"), X
     around: Any = contextlib.nullcontext()
     if why == "slower":
-        monkeypatch.setattr("amp_fx.settings.Options.is_slower_low", lambda *_: True)
+        monkeypatch.setattr("amp_fx.compiler.settings.Options.is_slower_low", lambda *_: True)
     elif why == "in bf16":
         model, x = model.bfloat16(), x.bfloat16()
     elif why.startswith("autocast"):
@@ -151,7 +151,7 @@ def test_autocast_is_off_again_after_an_error_and_in_a_call_within_a_call() -> N
 
 
 def test_where_graphs_stay_in_fp32_as_that_is_faster_so_does_eager_code(monkeypatch: Any) -> None:
-    monkeypatch.setattr("amp_fx.settings.Options.is_slower_low", lambda *_: True)
+    monkeypatch.setattr("amp_fx.compiler.settings.Options.is_slower_low", lambda *_: True)
     model = Around()
     assert within(model)(X).dtype is torch.float32
     assert model.apart.seen == [torch.float32]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import amp_fx
-from amp_fx.scaling.scaler import find_scaler
+from amp_fx.runtime.scaling.scaler import find_scaler
 
 
 def test_a_scaler_is_found_again_once_later_ones_of_its_name_are_gone() -> None:

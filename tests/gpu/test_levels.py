@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.placement.measuring import measure
-from amp_fx.placement.profile import FLOAT8
-from amp_fx.policy.levels import levels_of
+from amp_fx.precision.placement.measuring import measure
+from amp_fx.precision.placement.profile import FLOAT8
+from amp_fx.precision.policy.levels import levels_of
 from benchmarks.workloads import llama_512
 from holding import renewed
 from levels import MLP, error, exact_gradients, gradients

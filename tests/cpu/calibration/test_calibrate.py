@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 import amp_fx
 from amp_fx import AmpFxError, Calibration, OptionsError, Plan, PlanError
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.label import Kind
-from amp_fx.plans.sensitivity import Sensitivity
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.sensitivity import Sensitivity
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
 from graphs import known, low_calls, without_inductor

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import amp_fx
 import zoo
-from amp_fx.calibration.verifying import Verifier
-from amp_fx.graphs.batches import call_of
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.reports.step import Step
-from amp_fx.settings import Options
+from amp_fx.compiler.settings import Options
+from amp_fx.instruments.batches import call_of
+from amp_fx.instruments.calibration.verifying import Verifier
+from amp_fx.instruments.step import Step
+from amp_fx.precision.placement.profile import DeviceProfile
 from graphs import known
 from small_models import SpreadNorm, train
 

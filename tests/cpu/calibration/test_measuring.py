@@ -16,18 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import amp_fx
-from amp_fx.calibration import measuring
-from amp_fx.calibration.measuring import noise, smoothed
-from amp_fx.calibration.meter import Meter
-from amp_fx.calibration.operands import attend
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import in_place_target
+from amp_fx.instruments.calibration import measuring
+from amp_fx.instruments.calibration.measuring import noise, smoothed
+from amp_fx.instruments.calibration.meter import Meter
+from amp_fx.instruments.calibration.operands import attend
 from amp_fx.passes import Classify, Constrain, FuseCasts, InsertCasts, Pass, PassContext, PinDtypes
 from amp_fx.passes.base import run_in_order
-from amp_fx.plans.label import Takes, label_of
-from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity, as_number
-from amp_fx.policy import OpClass
+from amp_fx.precision.plans.label import Takes, label_of
+from amp_fx.precision.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity, as_number
+from amp_fx.precision.policy import OpClass
 from graphs import captured
 from levels import calls, error, exact_gradients
 from small_models import GPT, Fragile, Parts, tokens, train

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.errors import AmpFxError, OptionsError, PlanError
-from amp_fx.plans.sensitivity import Sensitivity
+from amp_fx.precision.plans.sensitivity import Sensitivity
 from levels import error, exact
 from small_models import Beyond, Parts
 

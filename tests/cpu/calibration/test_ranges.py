@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import CalibratedPlan, Calibration
-from amp_fx.calibration.ranges import Ranges, fitted, requantised
-from amp_fx.plans.sensitivity import INPUT, MEASURED
+from amp_fx.instruments.calibration.ranges import Ranges, fitted, requantised
+from amp_fx.precision.plans.sensitivity import INPUT, MEASURED
 from graphs import without_inductor
 from measured_scales import PROFILE, calibrated, compiled, images, wrong
 from small_models import Parts

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import Calibration, Plan
-from amp_fx.calibration.operands import scaled_error
-from amp_fx.calibration.ranges import SAMPLES
-from amp_fx.plans.sensitivity import CallSensitivity, as_number
-from amp_fx.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT, Level, Scale, levels_of
-from amp_fx.policy.scaled import run, scale_of, scaled
+from amp_fx.instruments.calibration.operands import scaled_error
+from amp_fx.instruments.calibration.ranges import SAMPLES
+from amp_fx.precision.plans.sensitivity import CallSensitivity, as_number
+from amp_fx.precision.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT, Level, Scale, levels_of
+from amp_fx.precision.policy.scaled import run, scale_of, scaled
 from graphs import known
 from levels import FP8_CPU, MLP, error, exact_gradients, gradients, options
 from levels import gpt as gpt_256

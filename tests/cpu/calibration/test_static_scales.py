@@ -18,8 +18,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import amp_fx
 from amp_fx import CalibratedPlan
-from amp_fx.plans.label import Kind
-from amp_fx.plans.sensitivity import INPUT
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.sensitivity import INPUT
 from measured_scales import PROFILE, calibrated, compiled, images, wrong
 
 
@@ -103,7 +103,7 @@ def test_onnxruntime_multiplies_linears_in_integers(shape: tuple[int, ...], tmp_
 
 @pytest.mark.usefixtures("code")
 def test_values_in_fp16_are_rounded_where_onednn_does_not_multiply_bytes(monkeypatch: Any) -> None:
-    monkeypatch.setattr("amp_fx.compiling.multiplies_int8", lambda: False)
+    monkeypatch.setattr("amp_fx.compiler.compiling.multiplies_int8", lambda: False)
     net, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(6, 16)
     plan = calibrated(net, x, dtype="float16").plan(budget=100, verify=False)
     with torch.inference_mode():

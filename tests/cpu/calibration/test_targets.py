@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import Calibration, Plan
-from amp_fx.plans.label import Kind
-from amp_fx.plans.sensitivity import Sensitivity
-from amp_fx.policy.levels import ROLES
-from amp_fx.targets import find_target
-from amp_fx.targets.process import TargetProcess
+from amp_fx.instruments.targets import find_target
+from amp_fx.instruments.targets.process import TargetProcess
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.sensitivity import Sensitivity
+from amp_fx.precision.policy.levels import ROLES
 from graphs import known
 from levels import MLP
 from small_models import GPT, Parts, tokens, train

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import Calibration, OptionsError, PlanError
-from amp_fx.calibration.verifying import Verifier
-from amp_fx.plans.sensitivity import CallSensitivity, as_number
-from amp_fx.reports.step import Step
-from amp_fx.settings import Options
+from amp_fx.compiler.settings import Options
+from amp_fx.instruments.calibration.verifying import Verifier
+from amp_fx.instruments.step import Step
+from amp_fx.precision.plans.sensitivity import CallSensitivity, as_number
 from levels import FP8_CPU, MLP, emulating_blocks, error, exact_gradients, gradients
 from small_models import Parts
 

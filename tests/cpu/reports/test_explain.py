@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import amp_fx
 from amp_fx import NodePlan, OptionsError, Plan, PlanError, Report
 from amp_fx._torch import replace_inner_compile
-from amp_fx.plans.plan import dtype_name
-from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
+from amp_fx.instruments.reports.lowered import LoweredGraphs, autocast_backend
+from amp_fx.precision.plans.plan import dtype_name
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
 from small_models import Parts, UpDown

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import Report
-from amp_fx.reports.outside import OutsideFlops
+from amp_fx.instruments.reports.outside import OutsideFlops
 from graphs import without_inductor
 from outside import LEFT, Between
 from small_models import Parts
@@ -60,7 +60,7 @@ def test_inside_autocast_and_where_low_matmuls_are_slower_no_remedy_is_named(
     assert report.outside == {"bfloat16": LEFT["disabled"]}
     assert report.shares()["bfloat16"]["flops"] == 1.0
     assert [row for row in report.notes if row.kind == "outside"] == []
-    monkeypatch.setattr("amp_fx.settings.Options.is_slower_low", lambda *_: True)
+    monkeypatch.setattr("amp_fx.compiler.settings.Options.is_slower_low", lambda *_: True)
     assert [row for row in explained(Between("disabled"), X).notes if row.kind == "outside"] == []
 
 

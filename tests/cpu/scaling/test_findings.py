@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from amp_fx.scaling import findings
-from amp_fx.scaling.findings import Step, _bad, look
+from amp_fx.runtime.scaling import findings
+from amp_fx.runtime.scaling.findings import Step, _bad, look
 from scaled import INF, NAN
 
 FP32 = torch.float32

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import scaled
 from amp_fx import SecondDerivativeError
 from amp_fx._torch import FakeTensor, FakeTensorMode
-from amp_fx.compiling import ScaledGraph
+from amp_fx.compiler.compiling import ScaledGraph
 from scaled import INF, OPTIONS, Loop, batch, compiled, gradient, gradients_are, loss_of, new_scaler
 from small_models import Parts, UpDown
 from versions import fails_in

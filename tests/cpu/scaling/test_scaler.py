@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import amp_fx.scaling.findings
+import amp_fx.runtime.scaling.findings
 import scaled
 from amp_fx import GradScaler, ScalerError
 from graphs import default_dtype
@@ -43,7 +43,7 @@ class Syncs(TorchDispatchMode):
 
 
 # as gradients of a device on which the host has to wait
-@mock.patch.object(amp_fx.scaling.findings, "_AT_HAND", frozenset())
+@mock.patch.object(amp_fx.runtime.scaling.findings, "_AT_HAND", frozenset())
 @pytest.mark.parametrize(("optimizer", "expected"), [(fused_adamw, 0), (torch.optim.SGD, 1)])
 def test_the_host_waits_for_no_fused_optimizer_and_once_for_others(optimizer: Any, expected: int) -> None:
     loop = Loop(optimizer=optimizer)

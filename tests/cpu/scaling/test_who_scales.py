@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx._torch import BEFORE_STEP
 from amp_fx.errors import ScalerError, ScalingWarning
-from amp_fx.scaling import scaler as scalers
+from amp_fx.runtime.scaling import scaler as scalers
 from scaled import OPTIONS, Loop, batch, compiled, gradients_are, loss_of, new_scaler, same, step, weights
 from small_models import UpDown
 

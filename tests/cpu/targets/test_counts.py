@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zoo
 from amp_fx.errors import WeightsError
+from amp_fx.instruments.targets.tracing import TracedGraph
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
-from amp_fx.placement.cost import CostModel
-from amp_fx.targets.tracing import TracedGraph
+from amp_fx.precision.placement.cost import CostModel
 from benchmarks.counts import ASSUMED, main
 from benchmarks.results import read
 from benchmarks.workloads import WORKLOADS

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.cli import main
 from amp_fx.errors import AmpFxError, TargetError
-from amp_fx.plans.plan import NodePlan
-from amp_fx.reports.report import Report
-from amp_fx.targets import find_target
-from amp_fx.targets._torch import enter
-from amp_fx.targets.process import TargetProcess
+from amp_fx.instruments.reports.report import Report
+from amp_fx.instruments.targets import find_target
+from amp_fx.instruments.targets._torch import enter
+from amp_fx.instruments.targets.process import TargetProcess
+from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.viz.model import drawing
 from small_models import Mixture, Parts
 from targets import OFF, needs_a_target, process, quick_ones
@@ -219,8 +219,8 @@ def test_one_process_has_one_target_which_is_known_before_anything_is_started() 
     with pytest.raises(TargetError, match="'cuda:h100'"):
         TargetProcess("cuda:h1000")
     with pytest.raises(TargetError, match=r"cuda:h100.*cuda:a100"):
-        process().call("amp_fx.targets._torch:enter", "cuda:a100")
-    assert process().call("amp_fx.targets._torch:enter", "cuda:h100") is None
+        process().call("amp_fx.instruments.targets._torch:enter", "cuda:a100")
+    assert process().call("amp_fx.instruments.targets._torch:enter", "cuda:h100") is None
     # the asking process stays as it is
     assert not torch.cuda.is_available()
 

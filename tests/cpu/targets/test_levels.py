@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.placement.level_cost import copy_traffic
-from amp_fx.plans.label import Kind, Reason
-from amp_fx.policy.levels import FORWARD, LEVELS, WEIGHT
-from amp_fx.reports.report import Report
-from amp_fx.targets.tracing import TracedGraph
+from amp_fx.instruments.reports.report import Report
+from amp_fx.instruments.targets.tracing import TracedGraph
+from amp_fx.precision.placement.level_cost import copy_traffic
+from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.policy.levels import FORWARD, LEVELS, WEIGHT
 from examples.gpt import Block, GPTConfig
 from small_models import Parts
 from targets import OFF, Facts, facts, needs_a_target, process, quick_ones, traced

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx._torch import find_nonfinite_
-from amp_fx.plans.label import Kind
-from amp_fx.targets.tracing import Tracer
+from amp_fx.instruments.targets.tracing import Tracer
+from amp_fx.precision.plans.label import Kind
 from examples.gpt import GPT, GPTConfig
 from generated import Code
 from holding import run_python

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from amp_fx.targets.tracing import TracedGraph
+from amp_fx.instruments.targets.tracing import TracedGraph
 from examples.gpt import GPT, GPTConfig
 from generated import Code
 from small_models import Parts

@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from amp_fx.weights import touch
+from amp_fx.runtime.weights import touch
 from holding import Compiles, Held
 from levels import INT8_CPU, error, exact
 from small_models import Parts, first, near_autocast
@@ -58,7 +58,7 @@ def test_convolutions_in_fp32_are_packed_by_default_with_their_norms_and_linears
     held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the CPU: the profile leaves all in fp32."""
-    monkeypatch.setattr("amp_fx.placement.devices.builtin", lambda _: INT8_CPU)
+    monkeypatch.setattr("amp_fx.precision.placement.devices.builtin", lambda _: INT8_CPU)
     linear = nn.Linear(576, 512)
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), linear)
     net(torch.randn(8, 3, 8, 8))

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 from amp_fx import WeightsError
-from amp_fx.placement.profile import DeviceProfile
+from amp_fx.precision.placement.profile import DeviceProfile
 from graphs import DEFAULTS
 from holding import Compiles, Held
 from small_models import Parts, near_autocast
@@ -255,7 +255,7 @@ def packed(others: list[Tensor] | None = None) -> list[Tensor]:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_constants_that_stay_in_the_code_are_frozen_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amp_fx.compiling, "tunes_kernels", lambda _: True)
+    monkeypatch.setattr(amp_fx.compiler.compiling, "tunes_kernels", lambda _: True)
     net, x = new_net(), tokens()
     run, compiles = compiled(net, "cache"), Compiles(monkeypatch)
     with torch.inference_mode():

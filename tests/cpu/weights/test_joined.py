@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 from amp_fx._torch import LINEAR, LINEAR_INT8, is_faster_as_convolution
 from graphs import DEFAULTS, autocast_in
 from holding import Held
@@ -26,7 +26,7 @@ from small_models import Parts, near_autocast
 def _products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """For each graph that Inductor gets, how many columns its products by packed weights have; -64: 64 channels."""
     ops = {str(LINEAR): -1, str(LINEAR_INT8): -1, "amp_fx.packed_convolution.default": 1}
-    found, original = list[list[int]](), amp_fx.compiling.compile_with_inductor
+    found, original = list[list[int]](), amp_fx.compiler.compiling.compile_with_inductor
 
     def note(gm: torch.fx.GraphModule, *args: Any) -> Any:
         found.append(
@@ -34,7 +34,7 @@ def _products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         )
         return original(gm, *args)
 
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", note)
+    monkeypatch.setattr(amp_fx.compiler.compiling, "compile_with_inductor", note)
     return found
 
 
@@ -112,7 +112,7 @@ def new_net(call: Callable[..., Any], **kwargs: Any) -> nn.Module:
 def test_products_are_joined_where_nobody_sees_it(case: str, form: str, products: Any) -> None:
     call, columns = JOINED[case]
     dynamic, is_convolved = form == "any length", form == "convolutions"
-    choice = mock.patch("amp_fx.weights.patterns.is_faster_as_convolution", return_value=is_convolved)
+    choice = mock.patch("amp_fx.runtime.weights.patterns.is_faster_as_convolution", return_value=is_convolved)
     net, x = new_net(call), torch.randn(2, 168, 64)
     run = torch.compile(net, backend="amp_fx", options={**DEFAULTS, "strict": True}, dynamic=dynamic)
     with choice, torch.inference_mode(), autocast_in(None if dynamic else torch.bfloat16):

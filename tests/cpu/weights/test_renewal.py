@@ -1,4 +1,4 @@
-"""The Triton kernel of `amp_fx.weights.renewal`, without a GPU: interpreted, and compiled for GPUs."""
+"""The Triton kernel of `amp_fx.runtime.weights.renewal`, without a GPU: interpreted, and compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compiled_for(capability: int, weight: torch.dtype, copy: torch.dtype) -> str
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from amp_fx.weights import renewal
+    from amp_fx.runtime.weights import renewal
 
     constants = renewal.constants(weight, copy)
     pointers = {"table": "*i64", "sampled": "*i64", "seen": f"*i{8 * weight.itemsize}"}

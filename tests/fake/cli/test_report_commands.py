@@ -24,9 +24,9 @@ import amp_fx
 from amp_fx import Plan, Report
 from amp_fx.cli import main
 from amp_fx.cli.inputs import literal, paint
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.sensitivity import Sensitivity
-from amp_fx.targets import TARGETS
+from amp_fx.instruments.targets import TARGETS
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.sensitivity import Sensitivity
 
 MODULE = """
 import torch

@@ -14,8 +14,8 @@ from torch.export import ExportedProgram
 
 import amp_fx
 from amp_fx import AmpFxError, CaptureError, InputError, OptionsError, Plan
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.sensitivity import Sensitivity
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.sensitivity import Sensitivity
 from graphs import rewrite
 from levels import error_of, exact
 from small_models import Parts, UpDown

@@ -16,7 +16,7 @@ import amp_fx
 from amp_fx._torch import LINEAR, LINEAR_INT8
 from amp_fx.exporting import packaging
 from amp_fx.graphs.calls import CAST
-from amp_fx.placement import devices
+from amp_fx.precision.placement import devices
 from levels import FP8_CPU
 from small_models import Parts
 

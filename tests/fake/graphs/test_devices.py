@@ -14,14 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx._torch import OpByOp, lowering
+from amp_fx.compiler.rewriting import rewrite
+from amp_fx.compiler.settings import Options
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import call_device, graph_device, graph_devices
-from amp_fx.placement.devices import builtin
-from amp_fx.placement.profile import ProfileError
-from amp_fx.policy.table import DEVICES, lookup
-from amp_fx.rewriting import rewrite
-from amp_fx.settings import Options
-from amp_fx.targets.tracing import move
+from amp_fx.instruments.targets.tracing import move
+from amp_fx.precision.placement.devices import builtin
+from amp_fx.precision.placement.profile import ProfileError
+from amp_fx.precision.policy.table import DEVICES, lookup
 from graphs import dynamo_graph
 
 aten = torch.ops.aten

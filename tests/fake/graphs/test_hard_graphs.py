@@ -20,7 +20,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
-from amp_fx.plans.label import Kind
+from amp_fx.precision.plans.label import Kind
 from checks import agree
 from graphs import plans, rewrite
 

@@ -11,10 +11,9 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_fx._torch import OpOverload
+from amp_fx._torch import OpOverload, convert_op
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.traits import OPS, Trait, has_trait, op_row
-from amp_fx.placement.layout import convert_op
 from graphs import captured
 from op_arguments import overload
 

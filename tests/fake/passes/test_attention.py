@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import amp_fx
-from amp_fx.notices import only_looking
+from amp_fx.compiler.notices import only_looking
 from amp_fx.passes import PassContext, run_passes
-from amp_fx.placement.attention import Attention, blocks_of
-from amp_fx.placement.devices import _CPUS, _cpu_profile
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.plan import Plan
-from amp_fx.policy import Policy
+from amp_fx.precision.placement.attention import Attention, blocks_of
+from amp_fx.precision.placement.devices import _CPUS, _cpu_profile
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.plan import Plan
+from amp_fx.precision.policy import Policy
 from graphs import PIPELINE, calls_text, captured, op_by_op
 
 ZEN4, ZEN5, AMX = (
@@ -338,7 +338,7 @@ def test_a_plan_says_how_scores_are_computed() -> None:
 def test_blocks_of_heads_give_what_all_heads_give_at_once(
     at_once: int, bmm: int, mask: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("amp_fx.compiling.SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr("amp_fx.compiler.compiling.SCORES_AT_ONCE", at_once)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     args = [heads(3, 4, 40, 16, 2.0) for _ in range(3)]
     given = [] if mask is None else [torch.rand(mask) > 0.3]

@@ -18,7 +18,7 @@ from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.keys import TRACED_META
 from amp_fx.graphs.regions import Region
 from amp_fx.passes import FuseCasts, PassContext, Verify
-from amp_fx.plans.label import Kind
+from amp_fx.precision.plans.label import Kind
 from checks import agree
 from graphs import DEFAULTS, dynamo_graph, rewrite, run_until
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from amp_fx.graphs.keys import TIED
 from amp_fx.passes import Classify, PinDtypes
-from amp_fx.plans.label import Kind, Takes
-from amp_fx.policy import OpClass
+from amp_fx.precision.plans.label import Kind, Takes
+from amp_fx.precision.policy import OpClass
 from checks import check
 from graphs import Rewritten, plans, run_until
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx.passes import Constrain
-from amp_fx.plans.label import Kind
-from amp_fx.plans.plan import NodePlan
-from amp_fx.policy import OpClass
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.plan import NodePlan
+from amp_fx.precision.policy import OpClass
 from checks import DOWN, UP, check, checked
 from graphs import rewrite, run_until
 

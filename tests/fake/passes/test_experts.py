@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchRuntimeError
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
-from amp_fx.plans.label import Kind
+from amp_fx.precision.plans.label import Kind
 from graphs import DEFAULTS, autocast_in
 from small_models import Mixture
 from targets import quick_ones

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from amp_fx.passes import Constrain
-from amp_fx.plans.label import Kind
-from amp_fx.policy import OpClass
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.policy import OpClass
 from graphs import rewrite, run_until
 
 Spelling = Callable[..., Any]

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 from amp_fx._torch import FakeTensorMode
+from amp_fx.compiler.notices import only_looking
 from amp_fx.graphs.keys import RESULT_MARK
-from amp_fx.notices import only_looking
 from amp_fx.passes import GemmEpilogue, PassContext, WriteCasts
 from amp_fx.passes.base import mark
 from graphs import DEFAULTS, calls_text, op_by_op
@@ -53,7 +53,7 @@ def converted(gm: fx.GraphModule) -> list[Tensor]:
 
 
 def without_passes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(amp_fx.compiling, "joint_passes", lambda *_args, **_given: ())
+    patch.setattr(amp_fx.compiler.compiling, "joint_passes", lambda *_args, **_given: ())
 
 
 # ---- statistics of norms stay in fp32: a number a row, beside the norm's input all that is kept of it ----

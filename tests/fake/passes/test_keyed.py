@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_fx
-import amp_fx.compiling
+import amp_fx.compiler.compiling
 from amp_fx._torch import graph_pass
 from amp_fx.graphs.keys import MARK
 from amp_fx.passes import Pass, PassContext
@@ -48,7 +48,7 @@ def graph() -> tuple[fx.GraphModule, fx.Node]:
 
 def run_keyed(gm: fx.GraphModule, pipeline: list[Pass]) -> None:
     """As the backend does under the guard that all tests have."""
-    amp_fx.compiling.run_in_order(gm, pipeline, PassContext())
+    amp_fx.compiler.compiling.run_in_order(gm, pipeline, PassContext())
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def uuids(program: Callable[..., Any], x: Tensor, given: dict[str, Any]) -> set[
         return gm.forward
 
     torch._dynamo.reset()
-    with mock.patch.object(amp_fx.compiling, "compile_with_inductor", compile_with_inductor):
+    with mock.patch.object(amp_fx.compiler.compiling, "compile_with_inductor", compile_with_inductor):
         torch.compile(program, backend="amp_fx", options=given)(x)
     assert found
     return set(found)

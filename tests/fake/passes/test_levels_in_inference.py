@@ -13,15 +13,15 @@ from torch import Tensor, fx, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx import Plan, explain, record, rewriting
+from amp_fx.compiler.settings import Options
 from amp_fx.graphs.keys import KEPT_META
 from amp_fx.graphs.regions import ambient_regions
+from amp_fx.instruments.reports import Report
 from amp_fx.passes import Given, PassContext, PlaceLevels, captured_passes, run_passes
-from amp_fx.plans.label import Kind
-from amp_fx.policy.levels import LEVELS
-from amp_fx.reports import Report
-from amp_fx.settings import Options
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.policy.levels import LEVELS
+from amp_fx.runtime.weights.lift import kept_copies, steps_to, weights_of
 from amp_fx.viz.model import drawing
-from amp_fx.weights.lift import kept_copies, steps_to, weights_of
 from graphs import Rewritten, captured, casts_of, dynamo_graph, rewrite, without_inductor
 from levels import Attention, calls, error, evaluated, exact, lies_right, options, scaled
 from small_models import Parts

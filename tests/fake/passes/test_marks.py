@@ -19,7 +19,7 @@ from amp_fx.passes import (
     run_in_order,
     run_passes,
 )
-from amp_fx.weights.lift import kept_copies
+from amp_fx.runtime.weights.lift import kept_copies
 from graphs import captured
 
 BF16 = torch.bfloat16

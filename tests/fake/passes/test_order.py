@@ -11,7 +11,7 @@ import expecttest
 
 from amp_fx import passes
 from amp_fx.passes import Given, captured_passes, joint_passes, package_passes
-from amp_fx.policy.levels import LEVELS
+from amp_fx.precision.policy.levels import LEVELS
 
 BELOW = passes.PlaceLevels(LEVELS["rowwise"], "cuda")
 EXPORT: dict[str, Any] = {"keep": passes.KeepWeights(()), "store": passes.MarkStored((), "tied")}

@@ -14,9 +14,9 @@ from torch import Tensor
 from amp_fx import Policy
 from amp_fx.passes import Given, PassContext, PlaceBySensitivity, captured_passes, run_passes
 from amp_fx.passes.forward.network import rounded
-from amp_fx.placement.cut import HIGH, LOW
-from amp_fx.plans.label import Kind
-from amp_fx.plans.plan import Plan
+from amp_fx.precision.placement.cut import HIGH, LOW
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.plan import Plan
 from graphs import PIPELINE, captured
 from sensitivities import ARGS, CONTEXT, FAST_LOW, node_of, priced, sensed, spread, uniform, variance
 

@@ -14,13 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import MARK
+from amp_fx.instruments.reports import Report
 from amp_fx.passes.levels.place_levels import _product_before
-from amp_fx.placement.level_cost import _as_autocast
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.label import Kind, Reason
-from amp_fx.plans.plan import Plan
-from amp_fx.policy.levels import FORWARD
-from amp_fx.reports import Report
+from amp_fx.precision.placement.level_cost import _as_autocast
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.plan import Plan
+from amp_fx.precision.policy.levels import FORWARD
 from amp_fx.viz.words import summary
 from graphs import op_by_op
 from levels import FP8_CPU, MLP, Attention, Step, calls, evaluated, lowered, options, scaled

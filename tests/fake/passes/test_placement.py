@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 
 from amp_fx import Policy
 from amp_fx.passes import PassContext, run_passes
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.label import Kind
-from amp_fx.plans.plan import CastPlan, Plan
-from amp_fx.policy import OpClass, table
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.plan import CastPlan, Plan
+from amp_fx.precision.policy import OpClass, table
 from checks import DOWN, UP, check, checked
 from graphs import PIPELINE, Program, captured, casts_of, rewrite
 

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import Plan, PlanError
-from amp_fx.placement.level_cost import LevelCost
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.label import Kind, Reason
-from amp_fx.plans.plan import NodePlan
-from amp_fx.plans.plan_files import diff_plans
-from amp_fx.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT
+from amp_fx.precision.placement.level_cost import LevelCost
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.plan import NodePlan
+from amp_fx.precision.plans.plan_files import diff_plans
+from amp_fx.precision.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT
 from levels import FP8_CPU, MLP, Step, lowered, options
 from small_models import Parts
 

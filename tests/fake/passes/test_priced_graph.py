@@ -15,9 +15,9 @@ from torch import Tensor, fx
 
 from amp_fx.passes.forward.network import rounded
 from amp_fx.passes.forward.place_by_sensitivity import PricedGraph
-from amp_fx.placement.cut import HIGH, LOW, Problem, Var
-from amp_fx.placement.tradeoff import within
-from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity
+from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Var
+from amp_fx.precision.placement.tradeoff import within
+from amp_fx.precision.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity
 from graphs import captured
 from sensitivities import ARGS, Rows, node_of, priced, spread, uniform
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from amp_fx.passes import PassContext, QuantiseMatmuls
-from amp_fx.plans.label import Kind
-from amp_fx.policy.levels import NARROW_DTYPES, levels_of
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.policy.levels import NARROW_DTYPES, levels_of
 from levels import MLP, Step, calls, emulating_blocks, lies_right, lowered, options
 from small_models import Parts
 

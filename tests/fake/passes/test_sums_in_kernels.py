@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_fx.plans.label import Kind
-from amp_fx.policy import OpClass
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.policy import OpClass
 from checks import agree
 from graphs import rewrite
 

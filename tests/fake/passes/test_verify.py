@@ -13,7 +13,7 @@ from amp_fx import PassError, VerifyError
 from amp_fx.graphs.keys import STEP_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes import FuseCasts, Pass, PassContext, Verify, run_passes
-from amp_fx.plans.label import label_of
+from amp_fx.precision.plans.label import label_of
 from graphs import PIPELINE, captured, run_until
 
 aten = torch.ops.aten

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
-from amp_fx.placement.cost import CostModel
-from amp_fx.placement.profile import FLASH_QUERY, DeviceProfile
-from amp_fx.plans.label import label_of
+from amp_fx.precision.placement.cost import CostModel
+from amp_fx.precision.placement.profile import FLASH_QUERY, DeviceProfile
+from amp_fx.precision.plans.label import label_of
 from benchmarks.counts import counting
 from graphs import captured
 from small_models import Parts

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_fx.placement import tradeoff
-from amp_fx.placement.cut import HIGH, LOW, ContradictionError, Problem, Shared, Var, solve
-from amp_fx.placement.level_cost import LevelCost, copy_traffic
-from amp_fx.placement.priced import Choice, Priced, SensitivityTerm
-from amp_fx.placement.tradeoff import bracket, hull, within
-from amp_fx.policy.levels import LEVELS
-from amp_fx.targets import find_target
+from amp_fx.instruments.targets import find_target
+from amp_fx.precision.placement import tradeoff
+from amp_fx.precision.placement.cut import HIGH, LOW, ContradictionError, Problem, Shared, Var, solve
+from amp_fx.precision.placement.level_cost import LevelCost, copy_traffic
+from amp_fx.precision.placement.priced import Choice, Priced, SensitivityTerm
+from amp_fx.precision.placement.tradeoff import bracket, hull, within
+from amp_fx.precision.policy.levels import LEVELS
 
 VALUES = 7
 values = st.integers(0, VALUES - 1)

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_fx._torch import FakeTensorMode
+from amp_fx._torch import FakeTensorMode, convert_op
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.passes import LayOutGradients, LayOutWeights, PassContext
-from amp_fx.placement.layout import convert_op, is_relaid
+from amp_fx.precision.placement.cost import is_relaid
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

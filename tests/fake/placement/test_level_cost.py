@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from amp_fx.placement.cut import HIGH, LOW, Problem, Shared
-from amp_fx.placement.level_cost import OPERATIONS, LevelCost, copy_traffic, meaning, multiplies
-from amp_fx.placement.priced import Priced
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.policy.levels import LEVELS, choices_of, level_named, levels_of
-from amp_fx.targets import TARGETS, find_target
+from amp_fx.instruments.targets import TARGETS, find_target
+from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Shared
+from amp_fx.precision.placement.level_cost import OPERATIONS, LevelCost, copy_traffic, meaning, multiplies
+from amp_fx.precision.placement.priced import Priced
+from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.policy.levels import LEVELS, choices_of, level_named, levels_of
 
 BF16, RATES = torch.bfloat16, ("float32", "bfloat16", "float16", "int8")
 

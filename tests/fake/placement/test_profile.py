@@ -15,12 +15,12 @@ import torch
 
 from amp_fx._torch import FakeTensorMode
 from amp_fx.cli import main
-from amp_fx.placement import devices as tables
-from amp_fx.placement import measuring
-from amp_fx.placement.devices import builtin, cuda_profile, resolve
-from amp_fx.placement.gpus import GPUS, NOMINAL, ROCM, gpu_row
-from amp_fx.placement.measuring import measure
-from amp_fx.placement.profile import DEVICE_TYPES, DTYPES, FLOAT8, INT8, DeviceProfile, ProfileError
+from amp_fx.precision.placement import devices as tables
+from amp_fx.precision.placement import measuring
+from amp_fx.precision.placement.devices import builtin, cuda_profile, resolve
+from amp_fx.precision.placement.gpus import GPUS, NOMINAL, ROCM, gpu_row
+from amp_fx.precision.placement.measuring import measure
+from amp_fx.precision.placement.profile import DEVICE_TYPES, DTYPES, FLOAT8, INT8, DeviceProfile, ProfileError
 
 A_PROFILE = DeviceProfile("a name", "cpu", {"float32": 2e11, "bfloat16": 4e11}, 3e10, 5e-6)
 CPUS = {row.name: row for row in tables._CPUS}

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import CastPlan, NodePlan, Plan, Report, record
-from amp_fx.plans.label import Kind
-from amp_fx.plans.plan import CastSum
-from amp_fx.plans.plan_files import Change, diff_plans
-from amp_fx.plans.reading import publish
-from amp_fx.policy import OpClass
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.plan import CastSum
+from amp_fx.precision.plans.plan_files import Change, diff_plans
+from amp_fx.precision.plans.reading import publish
+from amp_fx.precision.policy import OpClass
 from graphs import rewrite
 from small_models import Parts
 

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx import AmpFxError, Plan, PlanError, Report, VerifyError
 from amp_fx._torch import unwrapped_errors
-from amp_fx.plans.label import Kind, Reason
-from amp_fx.plans.plan_files import choose_plan, load_plans
-from amp_fx.policy import OpClass
-from amp_fx.settings import Options
+from amp_fx.compiler.settings import Options
+from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.plan_files import choose_plan, load_plans
+from amp_fx.precision.policy import OpClass
 from graphs import Rewritten, casts_of, rewrite
 from small_models import Parts
 
@@ -274,7 +274,7 @@ def test_a_file_that_holds_no_plan_is_refused(tmp_path: Path, content: bytes, na
 def test_a_file_that_is_missing_or_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"none\.json.*amp_fx\.explain"):
         Options.parse(None, {"plan": str(tmp_path / "none.json")})
-    monkeypatch.setattr("amp_fx.plans.files._MAX_FILE", 10)
+    monkeypatch.setattr("amp_fx.precision.plans.files._MAX_FILE", 10)
     path = tmp_path / "long.json"
     path.write_text("{" + " " * 10 + "}")
     with pytest.raises(PlanError, match=r"long\.json.*10"):

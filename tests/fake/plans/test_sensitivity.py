@@ -13,12 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import amp_fx.rewriting
+import amp_fx.compiler.rewriting
 from amp_fx import OptionsError, PlanError, Policy
+from amp_fx.compiler.settings import Options
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.passes import OUTLINE, PassContext, run_passes
-from amp_fx.plans.sensitivity import CallSensitivity, GraphSensitivity, ReadSensitivity, Sensitivity, slots
-from amp_fx.settings import Options
+from amp_fx.precision.plans.sensitivity import (
+    CallSensitivity,
+    GraphSensitivity,
+    ReadSensitivity,
+    Sensitivity,
+    slots,
+)
 from graphs import captured, dynamo_graph, rewrite
 
 
@@ -191,7 +197,7 @@ def test_a_model_that_has_moved_on_is_told_by_name(path: Path) -> None:
     gm = dynamo_graph(after, torch.randn(4, 8))
     regions = ambient_regions({"cpu": torch.bfloat16})
     with pytest.raises(PlanError, match=r"relu .*tanh"):
-        amp_fx.rewriting.rewrite(gm, regions, opts, training=True)
+        amp_fx.compiler.rewriting.rewrite(gm, regions, opts, training=True)
     # calibration is about gradients: what is only evaluated is placed by the policy's list
-    _, plan = amp_fx.rewriting.rewrite(gm, regions, opts)
+    _, plan = amp_fx.compiler.rewriting.rewrite(gm, regions, opts)
     assert any(row.dtype is torch.bfloat16 for row in plan.nodes)

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 import ops
 from amp_fx._torch import op_name
-from amp_fx.policy import table
-from amp_fx.policy.classes import OpClass, Origin, follow, fp32
-from amp_fx.policy.common import FFT, LINALG
-from amp_fx.policy.cuda import CUDA_GROUPS
+from amp_fx.precision.policy import table
+from amp_fx.precision.policy.classes import OpClass, Origin, follow, fp32
+from amp_fx.precision.policy.common import FFT, LINALG
+from amp_fx.precision.policy.cuda import CUDA_GROUPS
 from ops import LOW, cast, first_dtype, repeat, row, run
 
 #: Registered in builds with cudnn only; pre-dispatch graphs hold the layer (lstm.input), not this inner call.

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_fx import OptionsError, Policy, Rule
-from amp_fx.policy.rules import PRESETS
-from amp_fx.settings import Options
+from amp_fx.compiler.settings import Options
+from amp_fx.precision.policy.rules import PRESETS
 from graphs import rewrite
 from small_models import Parts
 

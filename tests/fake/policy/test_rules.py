@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
 from amp_fx.graphs.traits import LINEAR_OPS, OPS
-from amp_fx.plans.label import Kind, Reason
-from amp_fx.policy.table import DEVICES, rows_of
+from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.policy.table import DEVICES, rows_of
 from checks import DOWN, UP, check
 from graphs import plans, rewrite
 from small_models import Parts

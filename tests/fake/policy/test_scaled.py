@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_fx.policy.scaled import ZERO_POINT, block_scales, run, scale_of, scaled
+from amp_fx.precision.policy.scaled import ZERO_POINT, block_scales, run, scale_of, scaled
 from levels import widened
 
 FP8 = torch.float8_e4m3fn

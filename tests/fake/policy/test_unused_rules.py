@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import Plan, Report
-from amp_fx.plans.reading import unused_rules
+from amp_fx.precision.plans.reading import unused_rules
 from checks import agree
 from graphs import rewrite
 from small_models import Parts

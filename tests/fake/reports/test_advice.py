@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx import Plan
-from amp_fx.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
-from amp_fx.settings import Options
+from amp_fx.compiler.settings import Options
+from amp_fx.instruments.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
 from graphs import Rewritten, rewrite
 from small_models import Parts
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import amp_fx
-from amp_fx.reports.step import Step, relative_error, zeroed
+from amp_fx.instruments.step import Step, relative_error, zeroed
 from arms import wrong_gradients
 from small_models import UpDown
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import AmpFxError, OptionsError
-from amp_fx.reports.histograms import Counts, Histogram
+from amp_fx.instruments.reports.histograms import Counts, Histogram
 from small_models import Parts
 
 DTYPES = {

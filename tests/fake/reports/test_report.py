@@ -24,9 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from amp_fx import AmpFxError, Plan, Report
 from amp_fx.graphs.keys import LABEL
-from amp_fx.plans.plan import Cost, dtype_name
-from amp_fx.reports.advice import Advice
-from amp_fx.reports.report import SUFFIXES
+from amp_fx.instruments.reports.advice import Advice
+from amp_fx.instruments.reports.report import SUFFIXES
+from amp_fx.precision.plans.plan import Cost, dtype_name
 from graphs import Rewritten, casts_of, rewrite
 from small_models import Parts
 

@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx.errors import TargetError
-from amp_fx.placement.gpus import GPUS, LIMITS
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.targets import TARGETS, find_target
-from amp_fx.targets.tracing import Tracer, move
+from amp_fx.instruments.targets import TARGETS, find_target
+from amp_fx.instruments.targets.tracing import Tracer, move
+from amp_fx.precision.placement.gpus import GPUS, LIMITS
+from amp_fx.precision.placement.profile import DeviceProfile
 from small_models import Parts
 from targets import MADE, traced
 

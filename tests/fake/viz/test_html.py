@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from amp_fx import AmpFxError
-from amp_fx.plans.label import Kind, Reason
-from amp_fx.plans.plan import Cost
-from amp_fx.reports.report import Report
+from amp_fx.instruments.reports.report import Report
+from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.plan import Cost
 from amp_fx.viz import beside, dot, html, style
 from amp_fx.viz.model import drawing
 from amp_fx.viz.words import more_bytes

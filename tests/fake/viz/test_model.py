@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from amp_fx.plans.plan import InputPlan, Plan
-from amp_fx.policy import OpClass
-from amp_fx.reports.report import Report
+from amp_fx.instruments.reports.report import Report
+from amp_fx.precision.plans.plan import InputPlan, Plan
+from amp_fx.precision.policy import OpClass
 from amp_fx.viz import dot
 from amp_fx.viz.graph import Graph, Marked
 from amp_fx.viz.model import drawing

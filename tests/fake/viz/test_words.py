@@ -16,8 +16,8 @@ from torch import nn
 from torch.func import grad, vmap
 
 from amp_fx import Plan, PlanError, record
-from amp_fx.placement.devices import builtin
-from amp_fx.plans.label import Kind, Reason
+from amp_fx.precision.placement.devices import builtin
+from amp_fx.precision.plans.label import Kind, Reason
 from amp_fx.viz.words import because, more_bytes, sentence, summary
 from graphs import rewrite
 from small_models import Parts
@@ -115,10 +115,10 @@ def test_matmuls_inside_vmap_and_torch_func_are_counted_by_themselves() -> None:
 @pytest.mark.usefixtures("without_inductor")
 def test_each_graph_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.compile(net().requires_grad_(False), backend="amp_fx", options={"profile": "off"})
-    with caplog.at_level(logging.INFO, "amp_fx.backend"), record() as recording:
+    with caplog.at_level(logging.INFO, "amp_fx.compiler.backend"), record() as recording:
         for _ in range(2):
             model(torch.randn(4, 16))
-    (said,) = [row.getMessage() for row in caplog.records if row.name == "amp_fx.backend"]
+    (said,) = [row.getMessage() for row in caplog.records if row.name == "amp_fx.compiler.backend"]
     assert said == f"graph 0/0: 3 of 3 matmuls in bf16, {len(recording.plans[0].casts)} casts"
 
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx import compiling
 from amp_fx.graphs.calls import is_cast
-from amp_fx.weights.cache import WeightCache, keep
-from amp_fx.weights.lift import Part, Prepare
+from amp_fx.runtime.weights.cache import WeightCache, keep
+from amp_fx.runtime.weights.lift import Part, Prepare
 from graphs import DEFAULTS
 from holding import Held
 from writes import are_current, copies_for, new_weights
@@ -36,7 +36,7 @@ def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so(
     lower = Mock(side_effect=lambda gm, *_: gm)
     monkeypatch.setattr(compiling, "lower", lower)
     options = {"weights": asked, **DEFAULTS}
-    with caplog.at_level(logging.INFO, logger="amp_fx.backend"):
+    with caplog.at_level(logging.INFO, logger="amp_fx.compiler.backend"):
         for width in (16, 32):
             torch.compile(nn.Linear(width, 8), backend="amp_fx", options=options)(torch.randn(4, width))
     inputs = [call.args[0].graph.find_nodes(op="placeholder") for call in lower.call_args_list]

@@ -14,8 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx import WeightsError, weights
 from amp_fx._torch import AFTER_STEP, FakeTensorMode
-from amp_fx.weights import changes
-from amp_fx.weights.changes import SAMPLED, Fingerprint, sampled_offsets
+from amp_fx.runtime.weights import changes
+from amp_fx.runtime.weights.changes import SAMPLED, Fingerprint, sampled_offsets
 from writes import WRITES, are_current, copies_for, new_layer, new_weights
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx._torch import Packing, packing
-from amp_fx.weights import held_bytes
-from amp_fx.weights.cache import keep
-from amp_fx.weights.calling import FrozenGraph
-from amp_fx.weights.lift import Prepare, prepare_of, weights_of
+from amp_fx.runtime.weights import held_bytes
+from amp_fx.runtime.weights.cache import keep
+from amp_fx.runtime.weights.calling import FrozenGraph
+from amp_fx.runtime.weights.lift import Prepare, prepare_of, weights_of
 
 aten = torch.ops.aten
 

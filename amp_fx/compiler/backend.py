@@ -1,0 +1,230 @@
+"""The ``torch.compile`` backend, as one page: what happens to a Dynamo graph, in order.
+
+Registered by the entry point ``torch_dynamo_backends``; decorating it as well would make torch fail with
+"duplicate name".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import (
+    compile_id,
+    for_the_caller,
+    graph_break,
+    in_disabled_autocast,
+    in_inference_mode,
+    install_all,
+    note_inference_mode,
+    noting_faults,
+    refusing_second_derivatives,
+)
+from amp_fx.compiler.compiling import Call, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
+from amp_fx.compiler.level_passes import add_choices, level_placement
+from amp_fx.compiler.notices import (
+    expect_graph,
+    graph_arrived,
+    say_disabled,
+    say_eager,
+    say_wide,
+    warn_unscaled,
+)
+from amp_fx.compiler.rewriting import add_autocast, rewrite
+from amp_fx.compiler.settings import Options
+from amp_fx.errors import OptionsError, PlanError, SecondDerivativeError
+from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
+from amp_fx.graphs.regions import ambient_regions, is_autocast_call, not_ours
+from amp_fx.graphs.values import graph_device, listed_devices
+from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.plan import Plan
+from amp_fx.precision.plans.reading import is_heard, publish, unused_rules
+from amp_fx.precision.policy.levels import AUTO, levels_of
+from amp_fx.runtime.weights.changes import counting
+from amp_fx.runtime.weights.mode import casts_in_each_call
+from amp_fx.runtime.widened import refuse_training
+from amp_fx.viz.words import summary
+
+logger = logging.getLogger(__name__)
+
+#: compiles a graph in one way, and says how; is given the reasons why others failed
+Way = Callable[[Call, str], tuple[str, Callable[..., Any]]]
+
+
+def amp_fx(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph in mixed precision. Use it as ``torch.compile(model, backend="amp_fx")``.
+
+    ``mode`` goes to Inductor; docs/options.md has the options. The result has the graph's signature, and returns the
+    dtypes that Dynamo traced.
+
+    Raises:
+        OptionsError: bad options.
+        Exception: with ``strict``, whatever fails, as CaptureError or PassError where the graph cannot be rewritten;
+            else only what Inductor cannot compile by itself either.
+        PlanError: none of the plans in the options is about this graph.
+        WeightsError: a gradient is asked for of weights that are stored low.
+    """
+    graph_arrived()
+    try:
+        return compile_graph(gm, example_inputs, Options.parse(mode, options))
+    except (OptionsError, PlanError) as error:
+        raise for_the_caller(error) from error.__cause__
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, watch: Watch | None = None
+) -> Callable[..., Any]:
+    """The backend with validated options; ``watch`` observes what the rewritten graph computes, or is None."""
+    # Dynamo compiles for each mode by itself
+    if torch.is_grad_enabled() and opts.weights in ("cache", "freeze"):
+        logger.info("weights=%r means 'cast' in graphs with gradients", opts.weights)
+    why_cast = casts_in_each_call(
+        opts.weights, with_gradients=torch.is_grad_enabled(), in_inference_mode=in_inference_mode()
+    )
+    if why_cast:
+        opts = replace(opts, weights="cast")
+    ambient = ambient_regions({device: opts.low_dtype(device) for device in listed_devices(gm)})
+    call = Call(gm, example_inputs, ambient, opts, watch, why_cast)
+    if call.training:
+        refuse_training(gm, example_inputs)
+    if reason := not_ours(gm):
+        logger.debug("graph passed through to Inductor: %s", reason)
+        alone = "as it is, by Inductor alone"
+        return _first_that_works(
+            call,
+            [
+                lambda call, _: ("as it is", lower(gm, example_inputs, call.opts)),
+                lambda call, _: (alone, lower_as_it_is(gm, example_inputs, call.opts)),
+            ],
+        )
+    return _first_that_works(call, [_as_asked, *_plainer(call), _under_autocast])
+
+
+def _first_that_works(call: Call, ways: Sequence[Way]) -> Callable[..., Any]:
+    """Compiles a graph in the first way that does not fail, and warns once if that is not the first."""
+    reasons: dict[str, None] = {}
+    refused = partial(SecondDerivativeError, compile_id())
+    for way in ways:
+        reason = "; ".join(reasons)
+        try:
+            with refusing_second_derivatives(refused):
+                how, compiled = way(call, reason)
+        except Exception as error:
+            if way is ways[-1] or is_raised(call.opts, error):
+                raise
+            logger.info("a way to compile a graph fails", exc_info=True)
+            reasons[reason_of(error)] = None
+        else:
+            if reasons:
+                warn_fallback(f"compiles a graph {how}", reason)
+            return compiled
+    raise AssertionError("there is a last way")
+
+
+def _as_asked(call: Call, _reason: str) -> tuple[str, Callable[..., Any]]:
+    """Everything that the options say."""
+    opts = call.opts
+    rewritten, plan = rewrite(call.gm, call.ambient, opts, training=call.training)
+    if call.training and call.scaler is None and any(row.dtype is torch.float16 for row in plan.nodes):
+        _say_unscaled(call)
+    device = graph_device(call.gm, call.ambient)
+    place = level_placement(opts, device, call.ambient[device].dtype, plan, rewritten)
+    with noting_faults(plan.faults):
+        compiled = compile_rewritten(call, rewritten, plan, place)
+    if place is not None:
+        add_choices(plan, place)
+    if call.training:
+        compiled = counting(compiled)
+    plan.graph, plan.graph_break = compile_id(), graph_break(call.gm)
+    # while Dynamo traces a region, it is in there itself
+    is_off = in_disabled_autocast() and not any(map(is_autocast_call, call.gm.graph.nodes))
+    if is_off and any(row.dtype is row.low is not None for row in plan.nodes):
+        say_disabled(plan.graph)
+    # the user's own autocast is around eager code, too
+    is_alone = not (is_off or any(region.by_user for region in call.ambient.values()))
+    if is_alone and not opts.is_slower_low(device) and any(i.dtype is torch.float32 for i in plan.inputs):
+        say_eager(plan.graph, plan.graph_break, device, call.ambient[device].dtype)
+    listed = [row for row in plan.matmuls if row.low is torch.float16]
+    if opts.dtype is torch.float16 and listed and all(row.is_because(Kind.CASTS_COST_MORE) for row in listed):
+        say_wide(plan.profile)
+    if is_heard():
+        add_autocast(plan, call.gm, call.ambient, training=call.training)
+    # last: Inductor may ask Dynamo to trace again, and then this graph never runs
+    _say(plan)
+    return "as its options say", compiled
+
+
+def _plainer(call: Call) -> list[Way]:
+    """Without what amp_fx adds to a rewritten graph; nothing where the options ask for none of that."""
+    opts, policy = call.opts, call.opts.policy
+    if levels_of(policy.base):
+        policy = replace(policy, base="autocast")
+    inductor = opts.inductor if call.training else {"cpp_wrapper": False, **opts.inductor}
+    plain = replace(opts, weights="cast", policy=policy, level=AUTO, scaler=None, inductor=inductor)
+    if plain == opts:
+        return []
+    how = "plainly, with weights cast in each call, in 16 bits, and scaled from outside"
+    plain_call = Call(call.gm, call.example_inputs, call.ambient, plain)
+    return [lambda _, reason: (how, _as_asked(plain_call, reason)[1])]
+
+
+def _under_autocast(call: Call, reason: str) -> tuple[str, Callable[..., Any]]:
+    """With torch.autocast's semantics, by Inductor alone; where autocast itself fails on the graph, in fp32."""
+    graph = under_autocast(call.gm, call.ambient)
+    how = "with torch.autocast's semantics"
+    if graph is call.gm:
+        how = "in fp32, since torch.autocast fails on it too"
+    plan = Plan(compile_id(), str(call.opts.policy), graph_break=graph_break(call.gm))
+    with noting_faults(plan.faults):
+        compiled = lower_as_it_is(graph, call.example_inputs, call.opts)
+    plan.fallback = f"{reason}; compiled {how}"
+    _say(plan)
+    return how, compiled
+
+
+def _say(plan: Plan) -> None:
+    """One line in the log for each graph and each rule that is about nothing, and the plan to whoever listens."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("graph %s: %s", plan.graph, summary(plan))
+    # after a break there are other graphs, which may have what the rule is about
+    level = logging.INFO if plan.graph_break else logging.WARNING
+    for text in unused_rules([plan]):
+        logger.log(level, "%s", text)
+    publish(plan)
+
+
+def _say_unscaled(call: Call) -> None:
+    """An fp16 graph has no scaler: a warning, or a line in the log where the program's own autocast is the cause."""
+    scaler = call.opts.scaler
+    if scaler is None and not call.is_scaled_by_user:
+        warn_unscaled("the options name no scaler")
+    elif scaler is not None and call.is_scaled_by_user:
+        logger.info("scaler=%r is ignored under the program's own autocast in float16", scaler)
+    elif scaler is not None:
+        warn_unscaled(
+            f"scaler={scaler!r} does not reach gradients that a compiled function takes inside itself: compile the "
+            "model or the loss, and call backward() outside"
+        )
+
+
+def listen() -> None:
+    """Hooks amp_fx into torch, and says so if no graph arrives; may be called again."""
+    install_all()
+    note_inference_mode()
+    expect_graph()
+
+
+# torch.compile loads this file when it is first given the name; `import amp_fx` does not
+listen()

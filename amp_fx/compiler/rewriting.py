@@ -1,0 +1,181 @@
+"""A Dynamo graph becomes a rewritten graph and its plan: capture, then the passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import compile_id, log_artifact, saved_tensors_shield
+from amp_fx.compiler.level_passes import planned_levels, policy_levels
+from amp_fx.compiler.settings import Options
+from amp_fx.errors import CaptureError, PassError, PlanError
+from amp_fx.graphs.capture import capture
+from amp_fx.graphs.keys import BUDGET, SENSITIVITY, STEP_META
+from amp_fx.graphs.regions import Region
+from amp_fx.graphs.values import graph_device
+from amp_fx.passes import (
+    OUTLINE,
+    Given,
+    MarkMatmuls,
+    PassContext,
+    PlaceBySensitivity,
+    Replay,
+    captured_passes,
+    run_passes,
+)
+from amp_fx.passes.forward.place_by_sensitivity import Placement
+from amp_fx.passes.levels.place_levels import Budget
+from amp_fx.precision.placement.devices import resolve
+from amp_fx.precision.plans.plan import Plan
+from amp_fx.precision.plans.plan_files import choose_plan, counterparts
+from amp_fx.precision.plans.sensitivity import CallSensitivity, Sensitivity
+from amp_fx.precision.policy.levels import levels_of
+from amp_fx.runtime.weights.lift import weight_inputs
+from amp_fx.runtime.widened import widenings
+
+logger = logging.getLogger(__name__)
+
+
+def rewrite(
+    gm: fx.GraphModule,
+    ambient: Mapping[str, Region],
+    opts: Options,
+    *,
+    training: bool = False,
+    placement: Placement | None = None,
+) -> tuple[fx.GraphModule, Plan]:
+    """Captures a Dynamo graph, which is not changed, and runs the passes on the capture.
+
+    ``ambient`` is the autocast state at graph entry per device type. With sensitivity in the options, ``placement``
+    says where each call is; None: the policy's budget decides.
+
+    Raises:
+        CaptureError, PassError: the graph cannot be rewritten.
+        PlanError: none of the plans, or no sensitivity, in the options is about this graph.
+    """
+    log_artifact("amp_fx_dynamo", lambda: gm.print_readable(print_output=False))
+    with saved_tensors_shield():
+        captured = capture(gm, ambient)
+        log_artifact("amp_fx_captured", lambda: captured.print_readable(print_output=False))
+        device = graph_device(gm, ambient)
+        given = Given(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
+        folded = weight_inputs(captured) if given.caches_weights else frozenset[str]()
+        if not training:
+            # what widens weights that are stored low gets no row in a plan: it is that of the weights in fp32
+            for cast in widenings(captured):
+                cast.meta[STEP_META] = True
+                folded |= {cast.name}
+        profile = resolve(opts.profile, device)
+        context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
+        if opts.plan is not None:
+            plan = replay(captured, opts, device, given, context)
+        else:
+            given, means = _levels_given(given, opts, context, device, ambient[device].dtype)
+            if opts.sensitivity is None:
+                plan = run_passes(captured, captured_passes(given), context)
+            else:
+                plan = _place_by_sensitivity(captured, opts.sensitivity, placement, given, context)
+            plan.meaning = means
+    plan.training, plan.profile = training, "" if profile is None else profile.name
+    log_artifact("amp_fx_plan", plan.to_json)
+    logger.debug("rewrote %d nodes, %d casts", len(gm.graph.nodes), len(plan.casts))
+    return captured, plan
+
+
+def _levels_given(
+    given: Given, opts: Options, context: PassContext, device: str, low: torch.dtype
+) -> tuple[Given, str]:
+    """With the pass of a policy below 16 bits; and what that means here.
+
+    Without gradients the pass chooses what runs below. In training it marks what may: the joint graph decides.
+    """
+    base, keeps = opts.policy.base, given.caches_weights
+    if not levels_of(base, training=context.training):
+        return given, ""
+    if context.training:
+        return replace(given, mark=MarkMatmuls(planned=False)), ""
+    levels, means = policy_levels(opts, context.profile, device, low, training=False, keeps_weights=keeps)
+    if levels is not None and opts.sensitivity is not None:
+        return given, f"as autocast: a policy with sensitivity places no matmuls in {base}, a plan does"
+    return replace(given, levels=levels), means
+
+
+def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], *, training: bool) -> None:
+    """Writes into a plan what torch.autocast itself would cast, and compute in; nothing if that does not pass."""
+    try:
+        _, theirs = rewrite(gm, ambient, Options(numerics="eager", profile="off"), training=training)
+    except (CaptureError, PassError):
+        return
+    plan.autocast = {"casts": len(theirs.casts), "bytes": sum(cast.bytes for cast in theirs.casts)}
+    plan.autocast_dtypes = theirs.module_dtypes
+
+
+def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, context: PassContext) -> Plan:
+    """Runs the passes with the decisions of that plan in the options that was made for this graph, or PlanError."""
+    outline = outline_of(captured, context)
+    chosen = choose_plan(opts.plan or (), outline)
+    # a step and a call without gradients multiply in levels of their own
+    follows = chosen.training is context.training
+    rows = {
+        row.name: replace(saved, levels=dict(saved.levels) if follows else {})
+        for saved, row in counterparts(chosen, outline)
+    }
+    mark = levels = None
+    if not context.training:
+        keeps = {"keeps_weights": given.caches_weights, "stored": given.store is not None}
+        levels = planned_levels(opts, device, rows, training=False, **keeps)
+    elif (planned := follows and chosen.decides_levels) or levels_of(context.policy.base, training=True):
+        mark = MarkMatmuls(planned)
+    given = replace(given, place=Replay(rows, given.store is not None), levels=levels, mark=mark)
+    plan = run_passes(captured, captured_passes(given), context)
+    plan.policy, plan.unused_rules, plan.meaning = chosen.policy, chosen.unused_rules, chosen.meaning
+    return plan
+
+
+def _place_by_sensitivity(
+    captured: fx.GraphModule,
+    sensitivity: Sensitivity,
+    placement: Placement | None,
+    given: Given,
+    context: PassContext,
+) -> Plan:
+    """Runs the passes with what was measured of this graph."""
+    outline = outline_of(captured, context)
+    try:
+        calls = sensitivity.graph(outline).renamed(outline)
+    except PlanError:
+        if context.training:
+            raise
+        # calibration is about gradients: what is only evaluated need not have been seen
+        logger.info("graph %s was not calibrated: placed by the policy's base list", compile_id())
+        return run_passes(captured, captured_passes(given), context)
+    budget = context.policy.budget
+    # beyond autocast's error, the budget is for what runs below 16 bits
+    below = levels_of(context.policy.base, training=True)
+    first = min(budget, 1.0) if below else budget
+    rows = {call.name: call for call in calls}
+    step = PlaceBySensitivity(rows, first, placement=placement)
+    plan = run_passes(captured, captured_passes(replace(given, place=step)), context)
+    if below:
+        captured.meta[BUDGET] = _left_below(captured, rows, budget)
+    return plan
+
+
+def _left_below(captured: fx.GraphModule, rows: Mapping[str, CallSensitivity], budget: float) -> Budget:
+    """What matmuls below 16 bits may add to the error of a graph that was placed by sensitivity, bodies included."""
+    graphs = [module for module in captured.modules() if isinstance(module, fx.GraphModule)]
+    sensitivities_found = [found for graph in graphs if (found := graph.meta.get(SENSITIVITY)) is not None]
+    spent, autocast = (sum(column) for column in zip((0.0, 0.0), *sensitivities_found, strict=True))
+    sensitivities = tuple(((row.name, role), row.below(role)) for row in rows.values() for role in row.roles)
+    return Budget(sensitivities, max(budget**2 * autocast - spent, 0.0))
+
+
+def outline_of(captured: fx.GraphModule, context: PassContext) -> Plan:
+    """The graph's calls with their classes: what plans and sensitivity are matched with."""
+    outline = run_passes(captured, OUTLINE, context)
+    outline.graph, outline.training = compile_id(), context.training
+    return outline

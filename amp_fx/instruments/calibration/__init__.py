@@ -1,0 +1,16 @@
+"""Accuracy has a price: what each rounding does to a model's gradient, measured on the user's own data.
+
+Here: graphs that are run with every value observed (``measuring.py``, ``operands.py`` for the matmuls inside calls) and
+what adds up (``meter.py``); graphs with their prices (``traced.py``) and their placements (``cuts.py``); points,
+plans, figure and text (``frontier.py``), and the compiled check (``verifying.py``).
+Not here: sensitivity as plain data (``amp_fx.precision.plans.sensitivity``), and the cuts that weigh it
+(``passes/forward/place_by_sensitivity.py``, and ``amp_fx.precision.placement.priced``), nor the step that is run
+(``amp_fx.instruments.step``).
+Open ``calibrating.py`` first.
+"""
+
+from amp_fx.instruments.calibration.calibrating import calibrate
+from amp_fx.instruments.calibration.calibration import Calibration
+from amp_fx.instruments.calibration.frontier import CalibratedPlan, Point
+
+__all__ = ["CalibratedPlan", "Calibration", "Point", "calibrate"]

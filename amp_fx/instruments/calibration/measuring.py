@@ -1,0 +1,285 @@
+"""Run captured graphs with real values, so that they can be differentiated twice, and observe every value.
+
+A value has an alias for each call that reads it, so that the way into one call has a gradient of its own. What is added
+up there, and why, is in ``meter.py``.
+
+Where rounding flips the sign of what a ReLU reads, its derivative jumps: no derivative of second order shows that. A
+ReLU whose derivative is a ramp as wide as the noise has one. With noise of deviation sigma, a normal ramp of deviation
+``sigma / sqrt(8)`` gives the same mean square change of the derivative as the flips do: with x spread evenly around 0,
+``sigma^2 * integral(phi(x / w)^2 / w^2) = sigma^2 / (2 sqrt(pi) w)`` is to be the mean ``sigma sqrt(2 / pi)`` of the
+noise's magnitude, the share of elements that flip.
+
+The noise is that of torch.autocast. Flips grow with sigma, and what a smoothed derivative shows with its square: for a
+plan with a quarter of the noise they are twice as many as predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+from amp_fx._torch import HigherOrderOperator, OpOverload
+from amp_fx.graphs.calls import short_source, where
+from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form, op_row
+from amp_fx.graphs.values import (
+    in_place_target,
+    is_eligible,
+    is_view,
+    storage_of,
+    storages_written_in,
+    tensors,
+)
+from amp_fx.instruments.calibration.meter import Key, Meter
+from amp_fx.instruments.calibration.operands import attend, convolve, multiply
+from amp_fx.passes.levels.quantise_matmuls import additions_of, is_convolved
+from amp_fx.precision.plans.label import Label, label_of
+from amp_fx.precision.plans.sensitivity import slots
+from amp_fx.precision.policy import OpClass
+
+aten = torch.ops.aten
+
+#: calls that run their first argument, a graph, on the others; a checkpoint is not computed again here
+_CALLS_BODY = frozenset({"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"})
+
+
+def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[Any]) -> Any:
+    """Runs a captured and classified graph on real inputs; the meter observes every value under the graph's number."""
+    if not meter.of_outputs:
+        return _Measured(gm, meter, graph, noise(gm, meter.low, args)).run(*args)
+
+    def followed(value: Any) -> Any:
+        """The meter learns whether what a graph returns reaches what is judged."""
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        value = value.view_as(value)
+        meter.returned.add(graph)
+        value.register_hook(lambda _: meter.reached.add(graph))
+        return value
+
+    # where a derivative jumps, outputs do not
+    with torch.enable_grad():
+        return tree_map(followed, _Measured(gm, meter, graph, {}).run(*args))
+
+
+class _Measured(fx.Interpreter):
+    """Runs a captured and classified graph with real values, observed by a meter."""
+
+    def __init__(
+        self, gm: fx.GraphModule, meter: Meter, graph: int, noise_of: Mapping[fx.Node, float]
+    ) -> None:
+        super().__init__(gm)
+        self._meter = meter
+        self._graph = graph
+        self._noise_of = noise_of
+        self._written = storages_written_in(gm.graph)
+        #: where the sensitivity of a value, for all who read it, is added up
+        self._keys: dict[fx.Node, Key] = {}
+        #: values whose gradient the program itself asks for
+        self._differentiable: set[fx.Node] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self._meter.of_outputs and n.target is torch._C._set_grad_enabled:
+            # what a program does not differentiate is rounded all the same
+            return None
+        if n.op == "output":
+            return fx.map_arg(n.args[0], self._returned)
+        if n.op == "placeholder":
+            return self._leaf(n, super().run_node(n))
+        if isinstance(n.target, HigherOrderOperator) and n.target.name() in _CALLS_BODY:
+            # a checkpoint runs its body, whose calls are observed like others
+            body, *operands = n.args
+            inner = getattr(self.module, str(body.target))  # type: ignore[union-attr]  # a get_attr node
+            given = fx.map_arg(operands, self.env.__getitem__)
+            return self._note(n, run_measured(inner, self._meter, self._graph, given))
+        if not isinstance(n.target, OpOverload):
+            return self._note(n, super().run_node(n))
+        plan = label_of(n)
+        placed = None if plan is None or plan.op_class is OpClass.KEEP else plan
+        read = {} if placed is None else self._aliases(n, placed)
+        args, kwargs = fx.map_arg((n.args, n.kwargs), lambda source: read.get(source, self.env[source]))
+        result = self._leaf(n, self._call(n, placed, args, kwargs))
+        if in_place_target(n) is not None and isinstance(result, Tensor) and result.requires_grad:
+            self._meter.writes[short_source(where(n))] = None
+        if plan is None or not self._is_observed(n, result):
+            return result
+        key = self._graph, plan.name, ""
+        if placed is not None and (known := self._known_of_view(n, placed, result)) is not None:
+            self._keys[n] = self._meter.share(key, known)
+            return result
+        result = result.view_as(result)
+        self._keys[n] = key
+        self._meter.observe(result, key)
+        return result
+
+    def _known_of_view(self, n: fx.Node, plan: Label, result: Tensor) -> Key | None:
+        """Where the sensitivity of a view's base is known: a view that repeats no element has the same."""
+        found = [(slot, self.env[source]) for slot, _, source in slots(n)] if is_view(n) else []
+        if len(found) != 1 or result.numel() > found[0][1].numel():
+            return None
+        return self._meter.known((self._graph, plan.name, found[0][0]))
+
+    def _call(self, n: fx.Node, plan: Label | None, args: Any, kwargs: Any) -> Any:
+        """Runs a call so that it can be differentiated twice; fused kernels of attention cannot."""
+        if plan is not None and n.target is aten.scaled_dot_product_attention.default:
+            return _laid_out(attend(self._meter, (self._graph, plan.name), *args, **kwargs), n.meta["val"])
+        if sigma := self._noise_of.get(n):
+            return smoothed(n, args[0], sigma)
+        if plan is not None and (linear := self._may_run_below(n, plan)):
+            operands = args[linear.input], args[linear.weight]
+            result = multiply(self._meter, (self._graph, plan.name), *operands, by_rows=linear.by_rows)
+            bias = args[linear.bias] if linear.bias is not None and linear.bias < len(args) else None
+            return result if bias is None else result + bias
+        if plan is not None and self._convolves_below(n, plan):
+            source = n.all_input_nodes[0]
+            # where others add the value, they read it in uint8, too
+            alike = self.env[source] if is_convolved(source) and additions_of(source) else None
+            args = (*convolve(self._meter, (self._graph, plan.name), args[0], args[1], alike), *args[2:])
+        if isinstance(n.target, OpOverload) and (constants := op_row(n).constants):
+            # running statistics, weights of classes: no policy rounds these
+            names = [argument.name for argument in n.target._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            fixed = {name: value.detach() for name in constants if (value := given.get(name)) is not None}
+            args = (*(fixed.get(name, value) for name, value in zip(names, args, strict=False)),)
+            kwargs = {name: fixed.get(name, value) for name, value in kwargs.items()}
+        if not any(value.is_floating_point() or value.is_complex() for value in tensors(n.meta.get("val"))):
+            # autograd refuses some whose arguments have gradients: a sum of values in integers
+            with torch.no_grad():
+                return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
+        if "scaled_dot_product" not in str(n.target):
+            return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
+        with sdpa_kernel([SDPBackend.MATH]):
+            return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]  # an OpOverload
+
+    def _may_run_below(self, n: fx.Node, plan: Label) -> LinearForm | None:
+        """How a call multiplies whose three matmuls are measured below 16 bits, each by itself."""
+        linear = linear_form(n) if self._meter.level is not None and plan.op_class is OpClass.LOW else None
+        if linear is None:
+            return None
+        return linear if all(map(self._is_read, (n.args[linear.input], n.args[linear.weight]))) else None
+
+    def _convolves_below(self, n: fx.Node, plan: Label) -> bool:
+        """True for a convolution whose scale is being measured, or was."""
+        if n.target is not aten.conv2d.default or plan.op_class is not OpClass.LOW or n.kwargs:
+            return False
+        known = self._meter.ranges is not None or (self._graph, plan.name) in self._meter.scales
+        return known and all(map(self._is_read, n.args[:2]))
+
+    def _is_read(self, operand: Any) -> bool:
+        """True where an operand is observed. Of outputs, one that is written to before and after is, as it is then."""
+        value = self.env[operand] if isinstance(operand, fx.Node) else None
+        if value is not None and self._meter.of_outputs:
+            return isinstance(value, Tensor) and value.dtype is torch.float32 and value.requires_grad
+        return value is not None and self._is_observed(operand, value)
+
+    def _aliases(self, n: fx.Node, plan: Label) -> dict[fx.Node, Tensor]:
+        """What the call reads, each value under a name of its own; a value's only reader needs none."""
+        found: dict[fx.Node, Tensor] = {}
+        for slot, _, source in slots(n):
+            value = self.env[source]
+            if not self._is_observed(source, value):
+                continue
+            key = self._graph, plan.name, slot
+            if len(source.users) == 1 and source in self._keys:
+                self._meter.share(key, self._keys[source])
+                continue
+            found[source] = value.view_as(value)
+            self._meter.observe(found[source], key)
+        return found
+
+    def _may_be_rounded(self, n: fx.Node, value: Any) -> bool:
+        is_wide = isinstance(value, Tensor) and value.dtype is torch.float32 and torch.is_grad_enabled()
+        return is_wide and is_eligible(n.meta.get("val")) and storage_of(n) not in self._written
+
+    def _is_observed(self, n: fx.Node, value: Any) -> bool:
+        return self._may_be_rounded(n, value) and value.requires_grad
+
+    def _leaf(self, n: fx.Node, value: Any) -> Any:
+        """Gives a gradient to what needs none: rounding of rotary angles and masks counts, too."""
+        self._note(n, value)
+        is_own = n.op == "placeholder" or not is_view(n)
+        if is_own and self._may_be_rounded(n, value) and not value.requires_grad:
+            value = value.detach().requires_grad_()
+            self._meter.leaves.append(value)
+        return value
+
+    def _note(self, n: fx.Node, value: Any) -> Any:
+        asked = n.op == "placeholder" or not self._differentiable.isdisjoint(n.all_input_nodes)
+        if asked and any(leaf.requires_grad for leaf in tensors(value)):
+            self._differentiable.add(n)
+        return value
+
+    def _returned(self, source: fx.Node) -> Any:
+        value = self.env[source]
+        if self._meter.of_outputs or source in self._differentiable or not isinstance(value, Tensor):
+            return value
+        return value.detach() if value.requires_grad else value
+
+
+def _laid_out(result: Any, like: Any) -> Any:
+    """The result laid out in memory as that of the kernel that was traced, whose views come next."""
+    if not isinstance(result, Tensor) or not isinstance(like, Tensor) or result.stride() == like.stride():
+        return result
+    empty = torch.empty_strided(result.shape, like.stride(), dtype=result.dtype, device=result.device)
+    return empty.copy_(result)
+
+
+def smoothed(node: fx.Node, x: Tensor, sigma: float) -> Tensor:
+    """``relu(x)``, or ``relu_(x)``, with the derivative of a ramp for noise of deviation ``sigma``, not 0."""
+    is_in_place = node.target is aten.relu_.default
+    # what is written to is no longer there for the backward
+    read = x.clone() if is_in_place else x
+    width = sigma / math.sqrt(8)
+    density = torch.exp(-0.5 * (read / width).square()) / math.sqrt(2 * math.pi)
+    ramp = read * torch.special.ndtr(read / width) + width * density
+    result = ramp + (torch.relu(read) - ramp).detach()
+    return x.copy_(result) if is_in_place else result
+
+
+def noise(gm: fx.GraphModule, low: torch.dtype, args: Sequence[Any]) -> dict[fx.Node, float]:
+    """Deviation of what every ReLU of a classified graph reads, between fp32 and torch.autocast; changes no input."""
+    if not any(has_trait(node, Trait.RELU) for node in gm.graph.nodes):
+        return {}
+    written = storages_written_in(gm.graph)
+    inputs = list(zip(gm.graph.find_nodes(op="placeholder"), args, strict=True))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    wide, narrow = (_Rounded(gm, dtype) for dtype in (torch.float32, low))
+    for run in (wide, narrow):
+        given = [
+            arg.clone() if isinstance(arg, Tensor) and storage_of(node) in written else arg
+            for node, arg in inputs
+        ]
+        # what is dropped in one of the two is dropped in the other
+        with torch.random.fork_rng(devices), torch.no_grad():
+            run.run(*given)
+    return {node: (narrow.read[node] - x).square().mean().sqrt().item() for node, x in wide.read.items()}
+
+
+class _Rounded(fx.Interpreter):
+    """Runs a graph with the roundings of torch.autocast, and keeps what every ReLU reads."""
+
+    def __init__(self, gm: fx.GraphModule, low: torch.dtype) -> None:
+        super().__init__(gm)
+        self._low = low
+        self.read: dict[fx.Node, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if has_trait(n, Trait.RELU):
+            (x,) = n.all_input_nodes
+            self.read[n] = self.env[x].clone()
+        return self._rounded(n, super().run_node(n))
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return tree_map(lambda value: self._rounded(n, value), super().fetch_args_kwargs_from_env(n))
+
+    def _rounded(self, n: fx.Node, value: Any) -> Any:
+        plan = label_of(n)
+        is_low = plan is not None and plan.op_class is OpClass.LOW
+        is_wide = isinstance(value, Tensor) and value.dtype is torch.float32
+        return value.to(self._low).float() if is_low and is_wide else value

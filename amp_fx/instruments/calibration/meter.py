@@ -1,0 +1,267 @@
+"""Adds up what rounding does, at values that are differentiated twice; ``docs/predictions.md`` has the formula.
+
+Errors of different elements and different values have no sign in common. Where few numbers decide, as in the head of a
+classifier, most of the error has the direction of the gradients G. Of that, u = G / |G| tells all without chance;
+random signs only stand for what is across it. Together they are surer than two vectors of signs.
+
+Of what a model returns there is no second derivative: with outputs y, each divided by its norm, and s = <u, y>, one
+backward gives what all values do to s, and there are no gradients that could be rounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from amp_fx.errors import AmpFxError
+from amp_fx.instruments.calibration.ranges import Ranges, sample_stride
+from amp_fx.instruments.step import Step, loss_of
+from amp_fx.precision.plans.sensitivity import INPUT, CallSensitivity, ReadSensitivity
+from amp_fx.precision.policy.levels import Level
+
+logger = logging.getLogger(__name__)
+
+#: graph, call, slot; the slot is empty for the call's result
+Key = tuple[int, str, str]
+
+#: graph, call, role of the matmul, operand
+RoleKey = tuple[int, str, str, str]
+
+#: what torch says where an op has no derivative, or that has none; the last where another library registered the op
+_NO_DERIVATIVE = "not implemented", "does not support", "no autograd formula was registered"
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass
+class Meter:
+    """Adds up what the hooks of one step observe; gradients are rounded at the loss scale."""
+
+    low: torch.dtype
+    scale: float
+    #: True where what is judged is what a model returns, so that there is no gradient to round
+    of_outputs: bool = False
+    #: below 16 bits, in which matmuls would run; None: that is not measured
+    level: Level | None = None
+    #: collects what calls below 16 bits read; None: nothing does
+    ranges: Ranges | None = None
+    #: (graph, call) -> scale and zero point of what it reads, where they were measured
+    scales: Mapping[tuple[int, str], tuple[float, int]] = field(default_factory=dict)
+    #: 0 in the forward, 1 in the backward, 2 in the double backward
+    phase: int = 0
+    #: of what one double backward finds
+    weight: float = 1.0
+    #: sensitivity of rounding a value, of rounding its gradient, and of reading an operand in the level
+    values: dict[Key, float] = field(default_factory=dict)
+    gradients: dict[Key, float] = field(default_factory=dict)
+    roles: dict[RoleKey, float] = field(default_factory=dict)
+    #: values that need no gradient, made to have one so that their sensitivity is known
+    leaves: list[Tensor] = field(default_factory=list)
+    #: numbers of graphs that return something, and of those that have a part in what is judged
+    returned: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    #: source lines that write to values that have gradients
+    writes: dict[str, None] = field(default_factory=dict)
+    _shared: dict[Key, Key] = field(default_factory=dict)
+
+    def share(self, key: Key, known: Key) -> Key:
+        """The sensitivity at ``key`` is what is found at ``known``; returns where that is added up."""
+        self._shared[key] = self.known(known)
+        return self._shared[key]
+
+    def known(self, key: Key) -> Key:
+        """Where the sensitivity of a key is added up."""
+        return self._shared.get(key, key)
+
+    def observe(self, value: Tensor, key: Key) -> None:
+        """Measures what rounding costs here; ``value`` has to be an alias of its own."""
+        self.observe_value(value, key)
+        self.observe_gradient(value, key)
+
+    def observe_value(self, value: Tensor, key: Key) -> None:
+        """Measures what rounding the value costs."""
+        error, stride = self.rounding(value)
+        self.weigh(value, self.values, key, error, stride)
+        largest = torch.linalg.vector_norm(value.detach(), math.inf) if value.numel() else torch.zeros(())
+        if largest.isfinite() and largest.to(self.low).isinf():
+            self.values[key] = math.inf
+
+    def observe_gradient(self, value: Tensor, key: Key) -> None:
+        """Measures what rounding the gradient of the value costs."""
+
+        def observe(alias: Tensor) -> None:
+            self.weigh(alias, self.gradients, key, *self.rounding(alias, self.scale))
+
+        self.with_gradient(value, observe)
+
+    def with_gradient(self, value: Tensor, observe: Callable[[Tensor], object]) -> None:
+        """Gives an alias of the gradient of a value to a function, where that can be differentiated again."""
+
+        def hook(gradient: Tensor) -> Tensor | None:
+            if self.phase != 1 or not gradient.requires_grad:
+                return None
+            alias = gradient.view_as(gradient)
+            observe(alias)
+            return alias
+
+        value.register_hook(hook)
+
+    def weigh(self, value: Tensor, table: dict[K, float], key: K, error: Tensor, stride: int) -> None:
+        """Adds up the rounding of a value, see :meth:`rounding`, when its gradient in the last pass is known."""
+
+        def hook(sensitivity: Tensor | None) -> None:
+            # None where nothing depends on what the backward reads
+            if self.phase == 2 and sensitivity is not None:
+                self.add(table, key, sensitivity, error, stride)
+
+        table.setdefault(key, 0.0)
+        value.register_hook(hook)
+
+    def rounding(self, value: Tensor, scale: float = 1.0) -> tuple[Tensor, int]:
+        """Error of elements at equal steps, infinite where a finite one becomes infinite; and how far a step goes.
+
+        Errors are kept in bf16, whose range is that of fp32: there are many of them.
+        """
+        stride = sample_stride(value.shape)
+        sample = value.detach().reshape(-1)[::stride]
+        error = (sample * scale).to(self.low).to(sample.dtype).div_(scale).sub_(sample)
+        return error.to(torch.bfloat16), stride
+
+    def add(self, table: dict[K, float], key: K, sensitivity: Tensor, error: Tensor, stride: int) -> None:
+        """Adds up a rounding, given the gradient of s with respect to what is rounded, and :meth:`rounding` of that."""
+        if not bool(error.isfinite().all()):
+            table[key] = math.inf
+            return
+        change = sensitivity.detach().reshape(-1)[::stride] * error
+        table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * stride * self.weight
+
+    def rows(self, graph: int) -> list[CallSensitivity]:
+        """What was found in one graph; nothing where it has no part in what is judged."""
+        found: dict[str, CallSensitivity] = {}
+        if graph in self.returned - self.reached:
+            return []
+        for key in {**self.values, **self.gradients, **self._shared}:
+            number, name, slot = key
+            if number != graph:
+                continue
+            row, known = found.setdefault(name, CallSensitivity(name)), self.known(key)
+            pair = [_finite(table.get(known, 0.0)) for table in (self.values, self.gradients)]
+            if slot:
+                row.reads[slot] = ReadSensitivity(*pair)
+            else:
+                row.value, row.gradient = pair
+        for (number, name, role, operand), sensitivity in self.roles.items():
+            if number == graph:
+                row = found.setdefault(name, CallSensitivity(name))
+                row.roles.setdefault(role, {})[operand] = _finite(sensitivity)
+        for (number, name), scale in self.scales.items():
+            if number == graph:
+                found.setdefault(name, CallSensitivity(name)).scales[INPUT] = scale
+        return list(found.values())
+
+
+def _finite(sensitivity: float) -> float | None:
+    return sensitivity if math.isfinite(sensitivity) else None
+
+
+def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) -> None:
+    """Runs a step once: forward, backward and double backward of a program whose graphs ``run_measured`` runs.
+
+    ``probes`` vectors of random signs are drawn from the seed of the step; what they find is averaged.
+    """
+    parameters = [*step.parameters.values()]
+    with _differentiable(meter), step.returned(program) as returned, torch.enable_grad():
+        if step.of_outputs:
+            used, norm = _units(step, returned)
+        else:
+            meter.phase = 1
+            loss = loss_of(returned, step.pick)
+            found = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+            used = [gradient for gradient in found if gradient is not None and gradient.requires_grad]
+            norm = math.sqrt(sum(gradient.detach().double().square().sum().item() for gradient in used))
+            if not used or not 0 < norm < math.inf:
+                raise AmpFxError(
+                    f"the gradient of the loss has norm {norm}: calibrate on a step whose gradient is finite and not "
+                    "zero."
+                )
+        _probe(meter, used, norm, [*parameters, *meter.leaves], step.seed or 0, probes)
+    for graph in meter.returned - meter.reached:
+        logger.warning(
+            "no traced code leads from graph number %d to an output: what its rounding does is not known, and it is "
+            "planned as under torch.autocast",
+            graph,
+        )
+
+
+def _units(step: Step, returned: Any) -> tuple[list[Tensor], float]:
+    """The outputs, each divided by its norm, and the norm of all of that."""
+    outputs = [output for output in step.outputs(returned).values() if output.requires_grad]
+    if not outputs:
+        raise AmpFxError(
+            "no traced code leads to an output of the model: there is nothing to plan. amp_fx.explain(model, *args) "
+            "says what is not compiled, and why."
+        )
+    norms = [output.detach().double().norm().item() for output in outputs]
+    if not any(norms) or not all(map(math.isfinite, norms)):
+        raise AmpFxError(
+            f"the outputs have norms {norms}: calibrate on a batch whose outputs are finite and not all zero."
+        )
+    units = [output.float() / norm for output, norm in zip(outputs, norms, strict=True) if norm]
+    return units, math.sqrt(len(units))
+
+
+def _probe(
+    meter: Meter, used: Sequence[Tensor], norm: float, inputs: Sequence[Tensor], seed: int, probes: int
+) -> None:
+    """Gradients of what is judged, ``used`` with its norm, along itself and along random signs across it."""
+    meter.phase = 2
+    own = [value.detach() / norm for value in used]
+    torch.autograd.grad(_along(used, own) / norm, inputs, allow_unused=True, retain_graph=True)
+    generator = torch.Generator().manual_seed(seed)
+    meter.weight = 1 / probes
+    for probe in range(probes):
+        drawn = (torch.empty(value.shape, dtype=torch.float32, device="cpu") for value in used)
+        signs = [
+            each.bernoulli_(0.5, generator=generator).mul_(2).sub_(1).to(value.device)
+            for each, value in zip(drawn, used, strict=True)
+        ]
+        share = _along(signs, own)
+        across = [sign.sub_(share.to(sign.device) * unit) for sign, unit in zip(signs, own, strict=True)]
+        total = _along(used, across) / norm
+        torch.autograd.grad(total, inputs, allow_unused=True, retain_graph=probe + 1 < probes)
+
+
+def _along(values: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
+    """The inner product of two vectors in pieces."""
+    pieces = [(value * unit).sum() for value, unit in zip(values, direction, strict=True)]
+    return torch.stack([piece.to(pieces[0].device) for piece in pieces]).sum()
+
+
+@contextlib.contextmanager
+def _differentiable(meter: Meter) -> Iterator[None]:
+    """Names the cause where an op has no derivative, or no second one, or what it reads is written to."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+            yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            lines = "; ".join(meter.writes) or "code that is not traced"
+            raise AmpFxError(
+                "calibrate differentiates the model, and one of these writes in place to what its derivatives read: "
+                f"{lines}. Make a new value there: x = x + y, not x += y."
+            ) from error
+        if any(text in str(error) for text in _NO_DERIVATIVE):
+            raise AmpFxError(
+                f"the model cannot be differentiated as often as calibrate needs: {str(error).rstrip('.')}."
+                + ("" if meter.of_outputs else " of='outputs' needs one derivative less.")
+            ) from error
+        raise

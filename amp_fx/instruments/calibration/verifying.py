@@ -1,0 +1,144 @@
+"""One real compiled step or call of a plan, against the same in fp64 or fp32."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+from amp_fx.compiler.notices import only_looking
+from amp_fx.compiler.settings import Options
+from amp_fx.instruments.step import Results, Step, apart
+from amp_fx.precision.plans.plan import Plan, dtype_name
+
+logger = logging.getLogger(__name__)
+
+#: batches that a plan is checked on; they share one compile
+_MOST_STEPS = 4
+#: how far a compiled step may miss its budget
+SLACK = 1.3
+#: share of a budget that gradients of equal steps may be apart
+_APART = 0.3
+#: what fp32 rounds, in gradients
+_ROUNDING = 1e-5
+#: times what fp32 rounds that compiled code, which adds up in another order, may be from fp64
+_ROUNDED_OTHERWISE = 3.0
+#: bytes of parameters up to which a copy in fp64 is made
+_MOST_FP64 = 2**30
+
+
+class _Judged(NamedTuple):
+    """A step with what it gives in fp64, if that is known, and in fp32, and how far that of an equal step is apart."""
+
+    step: Step
+    exact: Results | None
+    plain: Results
+    apart: float
+
+
+class Verifier:
+    """Compiles plans and measures the error of what is judged on batches that were calibrated on.
+
+    Of several states of a model, each a module of its own, the largest error counts.
+    """
+
+    def __init__(self, steps: Sequence[Step], opts: Options, scale: float) -> None:
+        self._steps, self._scale = steps, scale
+        self._options: dict[str, Any] = {
+            "dtype": "auto" if opts.dtype is None else dtype_name(opts.dtype),
+            # random numbers as in code that is not compiled
+            "fallback_random": True,
+        }
+        if steps[0].of_outputs:
+            # the copies of weights that plans are about live across calls
+            self._options["weights"] = "cache"
+
+    def error(self, plans: Sequence[Plan]) -> float:
+        """Relative L2 error of a step compiled by Inductor with these plans."""
+        return self.compiled({"plan": list(plans)})
+
+    def compiled(self, options: Mapping[str, object]) -> float:
+        """The error with options of the backend: root of the mean square over the batches."""
+        return max(self._error(rows, {**self._options, **options}) for rows in self._states)
+
+    def _error(self, rows: Sequence[_Judged], options: dict[str, Any]) -> float:
+        # late: it listens to Dynamo as soon as it is loaded. By its name, the program would seem to have asked for it
+        from amp_fx.compiler.backend import amp_fx
+
+        with apart(), only_looking():
+            program = torch.compile(rows[0].step.model, backend=amp_fx, options=options)
+            found = [row.step.results(program, self._scale) for row in rows]
+        pairs = zip(rows, found, strict=True)
+        return math.sqrt(fmean(row.step.error(each, row.exact or row.plain) ** 2 for row, each in pairs))
+
+    @functools.cached_property
+    def _states(self) -> list[list[_Judged]]:
+        """The steps that are run, by state."""
+        states: dict[int, list[_Judged]] = {}
+        for step in self._steps:
+            rows = states.setdefault(id(step.model), [])
+            if len(rows) < _MOST_STEPS:
+                plain = step.results()
+                rows.append(_Judged(step, _exact(step), plain, step.error(step.results(), plain)))
+        return list(states.values())
+
+    def keeps(self, measured: float, limit: float, predicted: float) -> bool:
+        """True where a compiled step is within 1.3 times its budget.
+
+        Where predictions are off, as with kinks, autocast is compiled too, and its error says by how much.
+        """
+        if measured <= SLACK * limit:
+            return True
+        return predicted > 0 and measured <= SLACK * limit / predicted * self._autocast
+
+    @functools.cached_property
+    def _autocast(self) -> float:
+        return self.compiled({"policy": "autocast", "profile": "off"})
+
+    @functools.cached_property
+    def _fp32(self) -> float:
+        rules = [{"module": ".*", "precision": "fp32"}]
+        return self.compiled({"policy": {"rules": rules}, "profile": "off"})
+
+    def doubt(self, limit: float) -> str:
+        """Why no compiled step would say whether a plan keeps a limit, or an empty string.
+
+        Two equal steps are run. Random numbers of torch, Python and NumPy are the same in both.
+        """
+        apart = max(row.apart for rows in self._states for row in rows)
+        return _said(f"two equal steps in float32 have results that are {apart:.1e} apart", apart, limit)
+
+    def doubt_compiled(self, limit: float) -> str:
+        """The same, from a step that is compiled in float32, beside what float32 itself rounds."""
+        known = [row for rows in self._states for row in rows if row.exact is not None]
+        rounded = max((row.step.error(row.plain, row.exact or {}) for row in known), default=0.0)
+        apart = self._fp32
+        if apart <= _ROUNDED_OTHERWISE * rounded:
+            return ""
+        return _said(
+            f"a step that is compiled in float32 is {apart:.1e} from the uncompiled one", apart, limit
+        )
+
+
+def _exact(step: Step) -> Results | None:
+    """What a step gives in fp64, where a copy of the model has room and runs."""
+    if sum(p.numel() * p.element_size() for p in step.model.parameters()) <= _MOST_FP64:
+        try:
+            return step.exact()
+        except RuntimeError as error:
+            # the program makes tensors of fp32 itself
+            logger.debug("the model does not run in float64: %s", error)
+    return None
+
+
+def _said(what: str, apart: float, limit: float) -> str:
+    if apart <= _APART * max(limit, _ROUNDING):
+        return ""
+    said = f"{what}. Model and loss should give the same twice: seed what they draw, keep no state outside the model"
+    logger.warning("plans are not checked: %s", said)
+    return said

@@ -1,0 +1,170 @@
+"""Cuts with a second price: placements of least time and weighted sensitivity.
+
+Both cuts are here: fp32 against the low dtype, and the low dtype against a level below. In either, sensitivity is a
+sum of terms of one variable, or of two in a submodular way, so that a cut stays exact for any weight of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+import networkx as nx
+
+from amp_fx.precision.placement.cut import HIGH, Problem, Shared, Var, solve
+
+#: variable -> its label; what has none is HIGH
+Labels = Mapping[Var, bool]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """A placement, in whatever form the caller has it, with its time and its sensitivity."""
+
+    time: float
+    sensitivity: float
+    placement: T
+
+
+@dataclass(frozen=True)
+class SensitivityTerm:
+    """``sensitivity`` is added if ``var`` has ``label`` and ``against`` (where given) has the other one."""
+
+    #: what it adds to the squared relative error; infinite where something overflows
+    sensitivity: float
+    label: bool
+    var: Var
+    against: Var | None = None
+    #: name of the call whose result, operand or, ``backward``, gradient is rounded
+    call: str = ""
+    #: the operand, as :func:`amp_fx.precision.plans.sensitivity.slots` names it; empty for the result
+    slot: str = ""
+    backward: bool = False
+
+    def is_done(self, labels: Labels) -> bool:
+        """True where the labels round here."""
+        if labels.get(self.var, HIGH) is not self.label:
+            return False
+        return self.against is None or labels.get(self.against, HIGH) is not self.label
+
+
+class Priced:
+    """A cut's problem with sensitivity: placements of least ``time + weight * sensitivity``, exactly, for any weight.
+
+    ``scale`` units of the problem are one unit of time; less than that only breaks ties. ``relative``: times are those
+    beyond everything HIGH, so negative where LOW gains.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        terms: Sequence[SensitivityTerm] = (),
+        scale: int = 1,
+        *,
+        relative: bool = False,
+    ) -> None:
+        self.base = problem
+        self.terms = terms
+        self._scale = scale
+        self._all = sum(map(max, problem.unary.values())) + sum(term.cost for term in problem.shared) + 1
+        finite = [term.sensitivity for term in terms if math.isfinite(term.sensitivity)]
+        self._smallest = max(finite, default=1.0) * 1e-12
+        self._shared_of = _by_variable((term, (*term.readers, term.value)) for term in problem.shared)
+        self._terms_of = _by_variable((term, (term.var, term.against)) for term in terms)
+        self._start = 0
+        self._start = self.time({}) if relative else 0
+
+    def choose(self, weight: float, pins: Labels = MappingProxyType({})) -> Choice[Labels]:
+        """The placement of least cost where some labels are given, which the constraints allow.
+
+        ``weight`` is the time that a squared relative error of 1 is worth; infinite: the least sensitivity.
+        """
+        labels = solve(self.problem(weight, pins))
+        return Choice(self.time(labels), self.sensitivity(labels), labels)
+
+    def problem(self, weight: float, pins: Labels = MappingProxyType({})) -> Problem:
+        """What :meth:`choose` minimises."""
+        base = self.base
+        prices = [self._price(term.sensitivity, weight) for term in self.terms]
+        # an overflow is dearer than everything else together
+        beyond = self._all + sum(price for price in prices if price is not None)
+        added = [
+            Shared(beyond if price is None else price, term.label, (term.var,), term.against)
+            for term, price in zip(self.terms, prices, strict=True)
+        ]
+        return Problem(base.unary, {**base.pins, **pins}, [*base.shared, *added], base.implies)
+
+    def _price(self, sensitivity: float, weight: float) -> int | None:
+        """None for an overflow."""
+        if not sensitivity or math.isinf(sensitivity):
+            return None if sensitivity else 0
+        if math.isinf(weight):
+            # the smallest difference of sensitivities that counts beats any time
+            return round(sensitivity / self._smallest) * self._all
+        return round(sensitivity * weight * self._scale)
+
+    def time(self, labels: Labels) -> int:
+        """Time of a placement, whether or not the constraints allow it; casts that tie are left out."""
+        return self.base.cost(labels) // self._scale - self._start
+
+    def sensitivity(self, labels: Labels) -> float:
+        """What a placement adds to the squared relative error."""
+        return sum(term.sensitivity for term in self.terms if term.is_done(labels))
+
+    def blame(self, labels: Labels) -> list[SensitivityTerm]:
+        """The roundings of a placement, worst first."""
+        done = [term for term in self.terms if term.is_done(labels)]
+        return sorted(done, key=lambda term: -term.sensitivity)
+
+    def differing(self, first: Labels, second: Labels) -> set[Var]:
+        """The variables in which two placements differ."""
+        return {var for var in self.base.variables() if first.get(var, HIGH) is not second.get(var, HIGH)}
+
+    def groups(self, first: Labels, second: Labels) -> list[set[Var]]:
+        """The variables in which two placements differ, those together that constraints tie."""
+        differ = self.differing(first, second)
+        ties = nx.Graph()
+        ties.add_nodes_from(sorted(differ, key=str))
+        ties.add_edges_from((a, b) for a, b in self.base.implies if a in differ and b in differ)
+        return list(nx.connected_components(ties))
+
+    def flipped(self, labels: Labels, group: set[Var]) -> tuple[float, float]:
+        """How time and sensitivity change when the variables of a group take their other labels."""
+        after = ChainMap({var: not labels.get(var, HIGH) for var in group}, labels)  # type: ignore[arg-type]  # only read
+        time = 0
+        for var in group:
+            high, low = self.base.unary.get(var, (0, 0))
+            time += (high - low) if after[var] is HIGH else (low - high)
+        copies = {id(term): term for var in group for term in self._shared_of.get(var, ())}
+        terms = {id(term): term for var in group for term in self._terms_of.get(var, ())}
+        time += sum(term.cost * (term.is_paid(after) - term.is_paid(labels)) for term in copies.values())
+        sensitivity = sum(t.sensitivity * (t.is_done(after) - t.is_done(labels)) for t in terms.values())
+        return time / self._scale, sensitivity
+
+
+def choose_all(parts: Sequence[Priced], weight: float, pins: Sequence[Labels] = ()) -> Choice[list[Labels]]:
+    """The placement of several graphs of least time and weighted sensitivity; ``pins`` of each graph, or none."""
+    pairs = zip(parts, pins or [{}] * len(parts), strict=True)
+    return choice_of(parts, [part.choose(weight, each).placement for part, each in pairs])
+
+
+def choice_of(parts: Sequence[Priced], labels: Sequence[Labels]) -> Choice[list[Labels]]:
+    """A placement of several graphs with its time and sensitivity."""
+    pairs = list(zip(parts, labels, strict=True))
+    time = sum(part.time(each) for part, each in pairs)
+    return Choice(time, sum(part.sensitivity(each) for part, each in pairs), list(labels))
+
+
+def _by_variable(rows: Iterable[tuple[T, tuple[Var | None, ...]]]) -> dict[Var, list[T]]:
+    found: dict[Var, list[T]] = {}
+    for term, variables in rows:
+        for var in dict.fromkeys(variables):
+            if var is not None:
+                found.setdefault(var, []).append(term)
+    return found
