@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx import backend
 from amp_fx._torch.faults import FAULTS, mended
+from amp_fx.compiler import backend
 from amp_fx.errors import CaptureError
 from small_models import Parts
 

@@ -11,9 +11,10 @@ import torch.optim.optimizer as optimizers
 from torch import nn
 
 import amp_fx.compiler.backend
-from amp_fx import notices, state
 from amp_fx._torch import dynamo as hooks
+from amp_fx.compiler import notices
 from amp_fx.precision.policy import table
+from amp_fx.runtime import state
 from documents import ROOT
 
 

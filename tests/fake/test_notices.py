@@ -18,8 +18,8 @@ from torch._dynamo.backends import registry
 
 import amp_fx
 import amp_fx.compiler.backend
-from amp_fx import notices
 from amp_fx._torch import dynamo as hooks
+from amp_fx.compiler import notices
 from amp_fx.instruments.reports import explaining
 from small_models import Recurrent
 from versions import UP_TO_2_13, UP_TO_2_14

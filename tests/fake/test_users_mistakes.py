@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import amp_fx
-from amp_fx import backend
+from amp_fx.compiler import backend
 from graphs import without_inductor
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from amp_fx import Plan, explain, record, rewriting
+from amp_fx import Plan, explain, record
+from amp_fx.compiler import rewriting
 from amp_fx.compiler.settings import Options
 from amp_fx.graphs.keys import KEPT_META
 from amp_fx.graphs.regions import ambient_regions

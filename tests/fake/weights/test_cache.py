@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx import compiling
+from amp_fx.compiler import compiling
 from amp_fx.graphs.calls import is_cast
 from amp_fx.runtime.weights.cache import WeightCache, keep
 from amp_fx.runtime.weights.lift import Part, Prepare
