@@ -11,10 +11,11 @@ the heart of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from amp_fx.passes.base import Pass, PassContext, run_in_order, run_passes
+from amp_fx.errors import OptionsError, one_of
+from amp_fx.passes.base import Note, Notes, Pass, PassContext, PassResult, run_in_order, run_passes
 from amp_fx.passes.forward.after_casts import FuseCasts, Verify
 from amp_fx.passes.forward.choose_attention import ChooseAttention
 from amp_fx.passes.forward.classify import Classify, PinDtypes
@@ -38,16 +39,20 @@ from amp_fx.passes.inductor.scale_backward import ScaleBackward
 from amp_fx.passes.levels.mark_matmuls import MarkMatmuls
 from amp_fx.passes.levels.place_levels import PlaceLevels
 from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
+from amp_fx.precision.policy import Policy
 from amp_fx.precision.policy.table import device_row
 
 __all__ = [
-    "OUTLINE", "PARTITIONED", "Attend", "CallPacked", "ChooseAttention", "Classify", "Constrain", "FuseCasts",
-    "GemmEpilogue", "Given", "HoldPacked", "InsertCasts", "KeepStatistics", "KeepWeights", "LayOutGradients",
-    "LayOutWeights", "LowerTransforms", "MarkCopies", "MarkMatmuls", "MarkStored", "Pass", "PassContext",
-    "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
-    "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes", "package_passes",
-    "run_in_order", "run_passes",
+    "OUTLINE", "PARTITIONED", "PASSES", "Attend", "CallPacked", "ChooseAttention", "Classify", "Constrain",
+    "FuseCasts", "GemmEpilogue", "Given", "HoldPacked", "InsertCasts", "KeepStatistics", "KeepWeights",
+    "LayOutGradients", "LayOutWeights", "LowerTransforms", "MarkCopies", "MarkMatmuls", "MarkStored", "Note", "Notes",
+    "Pass", "PassContext", "PassResult", "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls",
+    "ReadScales", "Replay", "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes",
+    "check_disabled", "joint_passes", "package_passes", "parse_disabled", "run_in_order", "run_passes",
 ]  # fmt: skip
+
+#: name -> pass
+PASSES: Mapping[str, type[Pass]] = {kind.name: kind for kind in Pass.__subclasses__()}
 
 #: what a plan is matched with: calls and their classes
 OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
@@ -69,6 +74,31 @@ class Given:
     mark: MarkMatmuls | None = None
     #: low copies of weights live across calls
     caches_weights: bool = False
+
+
+def parse_disabled(value: object) -> frozenset[str]:
+    """The option ``disable_passes``; OptionsError for what is no list of names of passes that may be disabled."""
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise OptionsError(f"disable_passes must be a list of names of passes; got {value!r}.")
+    valid = sorted(name for name, kind in PASSES.items() if not kind.is_needed)
+    for name in value:
+        if name in PASSES and name not in valid:
+            raise OptionsError(
+                f"disable_passes cannot have {name!r}: without that pass a graph is wrong, or not what its plan says; "
+                f"valid: {', '.join(map(repr, valid))}."
+            )
+        one_of("pass", valid, name, "disable_passes")
+    return frozenset(value)
+
+
+def check_disabled(names: Collection[str], policy: Policy, *, is_planned: bool) -> None:
+    """Raises OptionsError where a plan that is followed, or a rule, asks for what a disabled pass would do."""
+    for name in sorted(names):
+        asked = "a plan" if is_planned and PASSES[name].is_planned else ""
+        if PASSES[name] is GemmEpilogue and any(rule.result is not None for rule in policy.rules):
+            asked = "a rule with 'result'"
+        if asked:
+            raise OptionsError(f"disable_passes has {name!r}, and {asked} asks for it; drop one of the two.")
 
 
 def captured_passes(given: Given) -> tuple[Pass, ...]:

@@ -1,7 +1,7 @@
 """What a pass is, and the runner that enforces it.
 
 A pass takes a GraphModule whose nodes carry a correct ``meta["val"]``, leaves it so, and says what it changed. The
-runner lints after every pass, and names the failing pass together with those that ran before it.
+runner lints what a pass has changed, and names a pass that fails together with those that ran before it.
 
 On Inductor's graphs a pass reads only what the keys of the compile caches hold. AOTAutograd and Inductor find what they
 have compiled by a graph's code, the metadata of its inputs, their options and the uuids of passes. ``node.meta`` is in
@@ -11,30 +11,28 @@ none of these: two graphs that differ there alone are one to them, and the secon
 from __future__ import annotations
 
 import abc
+import difflib
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.fx as fx
+from amp_fx.passes.text import graph_text
 
 from amp_fx._torch import HigherOrderOperator, joint_roles, log_artifact
 from amp_fx.errors import PassError, PlanError
-from amp_fx.graphs.keys import GONE, MARK, REGION_META
+from amp_fx.graphs.keys import CUSTOM, GONE, MARK, REGION_META
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import Label, label_of
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.plans.reading import add_graph, node_plan, row_label
 from amp_fx.precision.policy import Policy
-from amp_fx.precision.policy.rules import Rule
 
 logger = logging.getLogger(__name__)
-
-#: node.meta key of what AOTAutograd copies to all that a call becomes, backward included
-CUSTOM = "custom"
 
 
 @dataclass(frozen=True)
@@ -50,50 +48,112 @@ class PassContext:
     #: is stored low
     folded: frozenset[str] = frozenset()
     weight_bits: int = 8  # of weights in int8
-    #: the user's rules that are about a call of the graph; ``classify`` adds them
-    matched: set[Rule] = field(default_factory=set, compare=False)
+    disabled: frozenset[str] = frozenset()  # names of passes that do not run
+
+
+class Note:
+    """What passes note, by name."""
+
+    MATCHED = "matched"  #: the user's rules that are about a call of the graph
+    CHOICES = "choices"  #: (name in the plan, role) of a matmul -> its level below 16 bits, or None, and why
+    SENSITIVITY = "sensitivity"  #: of the placement that was chosen, and of torch.autocast's
+    HELD = "held"  #: addresses of the constants that packed weights have taken the place of
+
+
+#: name of a note -> what was noted, of each graph that a pass ran on
+Notes = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass has done with one graph.
+
+    Attributes:
+        summary: one line for the log.
+        changed: how many nodes it has changed, added, erased, labelled or marked; 0: the code is as it was.
+        notes: what a later stage or the report needs to know: a value for a name in :class:`Note`.
+    """
+
+    summary: str
+    changed: int
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Pass(abc.ABC):
-    """Base of all passes. Subclasses are frozen dataclasses; their fields are their options."""
+    """Base of all passes. Subclasses are frozen dataclasses; their fields are their options.
 
-    @property
-    def name(self) -> str:
-        """The class in kebab case, for logs and errors."""
-        return re.sub("(?<=[a-z])(?=[A-Z])", "-", type(self).__name__).lower()
+    Attributes:
+        name: the class in kebab case, for logs and errors.
+        is_needed: without it a graph is wrong, or not what its plan says, so that it cannot be disabled.
+        is_planned: a plan that is followed decides in its place.
+    """
+
+    name: ClassVar[str]
+    is_needed: ClassVar[bool] = False
+    is_planned: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub("(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
     @abc.abstractmethod
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """Rewrites ``gm`` in place; returns one line for the log, what was changed."""
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """Rewrites ``gm`` in place."""
 
 
-def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> Plan:
-    """Runs passes on a captured graph and on the bodies inside it; returns the plan of all of them."""
-    plan = Plan(policy=str(context.policy), unused_rules=[r.to_dict() for r in context.policy.users_rules])
+def run_passes(
+    gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, notes: Notes | None = None
+) -> Plan:
+    """Runs passes on a captured graph and on the bodies inside it.
+
+    Args:
+        gm: changed in place.
+        pipeline: the passes, in order.
+        context: what they read.
+        notes: what they note is added.
+
+    Returns:
+        The plan of the graph and its bodies.
+
+    Raises:
+        PassError, PlanError: as :func:`run_in_order`.
+    """
+    notes = {} if notes is None else notes
+    plan = Plan(policy=str(context.policy))
     for name, body in bodies(gm):
         within = replace(context, path=f"{context.path}{name}.", folded=frozenset())
-        inner = run_passes(body, pipeline, within)
+        inner = run_passes(body, pipeline, within, notes)
         plan.nodes += inner.nodes
         plan.casts += inner.casts
         plan.inputs += inner.inputs
-        plan.unused_rules = [rule for rule in plan.unused_rules if rule in inner.unused_rules]
-    context = replace(context, matched=set())
-    run_in_order(gm, pipeline, context)
-    matched = [rule.to_dict() for rule in context.matched]
-    plan.unused_rules = [rule for rule in plan.unused_rules if rule not in matched]
+    run_in_order(gm, pipeline, context, notes)
+    matched = [rule.to_dict() for rules in notes.get(Note.MATCHED, ()) for rule in rules]
+    users_rules = [rule.to_dict() for rule in context.policy.users_rules]
+    plan.unused_rules = [rule for rule in users_rules if rule not in matched]
     log_artifact(f"amp_fx_{context.path}rewritten", lambda: gm.print_readable(print_output=False))
     add_graph(plan, gm, context.path)
     return plan
 
 
-def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
-    """Runs passes on one captured graph, bodies left out. PassError, with its cause, where one fails."""
+def run_in_order(
+    gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, notes: Notes | None = None
+) -> None:
+    """Runs passes on one graph, bodies left out; what they note is added to ``notes``.
+
+    Raises:
+        PassError: a pass fails; with its cause.
+        PlanError: a plan that is followed has what cannot be.
+    """
     done: list[str] = []
+    is_heard = logger.isEnabledFor(logging.DEBUG)
     for step in pipeline:
-        start = time.perf_counter()
+        if step.name in context.disabled:
+            logger.debug("%s%s: disabled", context.path, step.name)
+            continue
+        before, start = graph_text(gm) if is_heard else "", time.perf_counter()
         try:
-            summary = step.call(gm, context)
-            gm.graph.lint()
+            result = step.call(gm, context)
+            if result.changed:
+                gm.graph.lint()
         except (PassError, PlanError):
             raise
         except Exception as error:
@@ -101,8 +161,17 @@ def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassCont
             what = f"pass {step.name!r} failed after {done or 'no other pass'}"
             raise PassError(f"{what}: {type(error).__name__}: {error}") from error
         done.append(step.name)
-        milliseconds = 1e3 * (time.perf_counter() - start)
-        logger.debug("%s%s: %s (%.1f ms)", context.path, step.name, summary, milliseconds)
+        if notes is not None:
+            for name, note in result.notes.items():
+                notes.setdefault(name, []).append(note)
+        if is_heard:
+            name, took = f"{context.path}{step.name}", 1e3 * (time.perf_counter() - start)
+            lines = difflib.unified_diff(
+                before.splitlines(), graph_text(gm).splitlines(), name, name, "", "", 1, ""
+            )
+            logger.debug(
+                "%s: %s (%.1f ms)%s", name, result.summary, took, "".join(f"\n{line}" for line in lines)
+            )
     gm.recompile()
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import enable_grad, inference_mode, no_grad
 
 from amp_fx.compiler.settings import OptionNames
+from amp_fx.passes import PASSES
 from combined_models import MODELS
 
 #: the name of a value for every axis
@@ -50,6 +51,11 @@ AXES: Mapping[str, Mapping[str, Any]] = {
     "scaler": {"none": LEFT_OUT, "default": "default"},
     # of a report, or of a calibration with the scales of values in int8
     "plan": {"none": LEFT_OUT, "replayed": "a file", "measured": "a file"},
+    "disable_passes": {
+        "none": LEFT_OUT,
+        "deciding": ["choose-attention", "lower-transforms", "place-levels"],
+        "others": [name for name, kind in PASSES.items() if not kind.is_needed and not kind.is_planned],
+    },
     # torch takes a mode or options, not both: a mode among options is what it stands for
     "mode": {"none": LEFT_OUT, "reduce-overhead": torch._inductor.list_mode_options("reduce-overhead")},
     "dynamic": {"None": None, "True": True, "False": False},
@@ -88,6 +94,7 @@ EXCLUDED = (
         {"plan": ["measured"], "policy": [name for name in AXES["policy"] if not name.startswith("int8")]},
         "scales are measured for int8",
     ),
+    Excluded({"plan": ["replayed", "measured"], "disable_passes": ["deciding"]}, "a plan decides"),
     Excluded({"scaler": ["default"], "autocast": ["float16"]}, "the scaler is ignored there"),
     Excluded({"scaler": ["default"], "dtype": ["bfloat16"]}, "bf16 needs no loss scaling", is_error=True),
     Excluded(

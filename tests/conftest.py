@@ -15,9 +15,8 @@ import amp_fx
 import amp_fx.compiler.compiling
 from amp_fx._torch import multiplies_int8, onednn_computes
 from amp_fx.errors import PassError
-from amp_fx.graphs.keys import ATTENTION_MARK, MARK, RESULT_MARK
-from amp_fx.passes import Pass, PassContext
-from amp_fx.passes.base import CUSTOM
+from amp_fx.graphs.keys import ATTENTION_MARK, CUSTOM, MARK, RESULT_MARK
+from amp_fx.passes import Notes, Pass, PassContext
 from amp_fx.precision.placement.devices import builtin
 from holding import Held
 from versions import IS_2_11
@@ -121,7 +120,9 @@ def _only_keyed() -> Iterator[None]:
     """Passes on Inductor's graphs read of a node what the keys of the compile caches hold, and the marks they name."""
     run = amp_fx.compiler.compiling.run_in_order
 
-    def guarded(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
+    def guarded(
+        gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, notes: Notes | None = None
+    ) -> None:
         marks = {name for step in pipeline for name in getattr(step, "marks", ())}
         marks |= {name for step in pipeline for name, _ in getattr(step, "computed_by", ())}
 
@@ -133,7 +134,7 @@ def _only_keyed() -> Iterator[None]:
         for node in gm.graph.nodes:
             node.meta = {key: shown(key, value) for key, value in node.meta.items()}
         try:
-            run(gm, pipeline, context)
+            run(gm, pipeline, context, notes)
         finally:
             for node in gm.graph.nodes:
                 node.meta = {

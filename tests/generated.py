@@ -13,11 +13,10 @@ import torch.fx as fx
 
 from amp_fx._torch import FakeTensorMode, lower_with_inductor
 from amp_fx.graphs.fake_runs import run_fake
-from amp_fx.graphs.keys import LEVEL, MARK
+from amp_fx.graphs.keys import CUSTOM, LEVEL, MARK
 from amp_fx.instruments.targets._torch import compile_contexts, pretended
 from amp_fx.instruments.targets.tracing import TracedGraph, compile_graph
 from amp_fx.passes import PassContext
-from amp_fx.passes.base import CUSTOM
 from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.precision.policy.levels import LEVELS
 from targets import arm

@@ -144,7 +144,7 @@ def _as_asked(call: Call, _reason: str) -> tuple[str, Callable[..., Any]]:
     with noting_faults(plan.faults):
         compiled = compile_rewritten(call, rewritten, plan, place)
     if place is not None:
-        add_choices(plan, place)
+        add_choices(plan, place, call.notes)
     if call.training:
         compiled = counting(compiled)
     plan.graph, plan.graph_break = compile_id(), graph_break(call.gm)

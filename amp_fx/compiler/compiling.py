@@ -9,7 +9,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -40,6 +40,7 @@ from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
 from amp_fx.graphs.values import graph_devices, raises, writes_to_shared_inputs
 from amp_fx.passes import (
     PARTITIONED,
+    Notes,
     Pass,
     PassContext,
     PlaceLevels,
@@ -86,6 +87,7 @@ class Call:
     Attributes:
         ambient: autocast at entry per device type.
         why_cast: why weights are cast in each call, where ``opts`` says that they are.
+        notes: what passes on Inductor's joint graph have noted.
     """
 
     gm: fx.GraphModule
@@ -94,6 +96,7 @@ class Call:
     opts: Options
     watch: Watch | None = None
     why_cast: str = "weights='cast'"
+    notes: Notes = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # the graph will be differentiated; fake values do not say whether they require a gradient
@@ -123,9 +126,8 @@ def compile_rewritten(
     """Compiles what the passes have made of a graph; ``place`` chooses what runs below 16 bits, if anything may."""
     if call.watch is not None:
         more = call.watch.add(call, rewritten, plan)
-        observed = Call(
-            rewritten, [*call.example_inputs, *more], call.ambient, call.opts, why_cast=call.why_cast
-        )
+        inputs = [*call.example_inputs, *more]
+        observed = Call(rewritten, inputs, call.ambient, call.opts, why_cast=call.why_cast, notes=call.notes)
         return call.watch.bind(compile_rewritten(observed, rewritten, plan, place))
     in_int8 = any(level.dtype is torch.int8 for level in _levels(rewritten))
     if in_int8 and graph_devices(call.gm) == {"cpu"} and not multiplies_int8():
@@ -138,7 +140,7 @@ def compile_rewritten(
     if place is None and not plan.changed and not call.in_autocast:
         logger.debug("nothing to cast: the graph is compiled as Dynamo made it")
         return lower(call.gm, call.example_inputs, call.opts, call.scaler)
-    return lower(rewritten, call.example_inputs, call.opts, call.scaler, place)
+    return lower(rewritten, call.example_inputs, call.opts, call.scaler, place, call.notes)
 
 
 def _levels(rewritten: fx.GraphModule) -> list[Level]:
@@ -263,8 +265,9 @@ def lower(
     opts: Options,
     scaler: str | None = None,
     place: PlaceLevels | None = None,
+    notes: Notes | None = None,
 ) -> Callable[..., Any]:
-    """Compiles a graph with Inductor, rewritten or as Dynamo made it; ``place`` says afterwards what it chose."""
+    """Compiles a graph with Inductor, rewritten or as Dynamo made it; what passes note is added to ``notes``."""
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
     wide_results = mark_where(gm, RESULT_MARK, lambda label: label.result_dtype)
     attention = mark_where(gm, ATTENTION_MARK, lambda label: label.computed_by)
@@ -280,7 +283,8 @@ def lower(
         attention=attention,
         scores_at_once=SCORES_AT_ONCE * torch.get_num_threads(),
     )
-    own = {**hook("joint", joint, opts.inductor), **hook("post_grad", PARTITIONED, opts.inductor)}
+    own = hook("joint", joint, opts.inductor, notes, opts.disable_passes)
+    own |= hook("post_grad", PARTITIONED, opts.inductor, notes, opts.disable_passes)
     # calls from Python take up to a seventh of a small model's time, in training less; apart, C++ compiles as fast
     # A call from C++ makes a RuntimeError of whatever an op raises, with other words. Small models with such an op
     # would gain up to a tenth by it, less where the op itself takes its time
@@ -311,19 +315,24 @@ def lower_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
 
 
 def hook(
-    stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], inductor: Mapping[str, Any]
+    stage: Literal["joint", "post_grad"],
+    passes: tuple[Pass, ...],
+    inductor: Mapping[str, Any],
+    notes: Notes | None = None,
+    disabled: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """The Inductor option that runs the passes on its joint graphs, or on what becomes of them.
 
-    ``inductor`` are the program's options.
+    ``inductor`` are the program's options, ``disabled`` are names of passes; what passes note is added to ``notes``.
     """
+    context = PassContext(disabled=disabled)
     # what they depend on: their source, their options, and the one setting of torch that is in no key by itself
-    uuid = f"{_sources()} {passes} mkldnn={torch.backends.mkldnn.enabled}"
+    uuid = f"{_sources()} {passes} {sorted(disabled)} mkldnn={torch.backends.mkldnn.enabled}"
 
     def run(gm: fx.GraphModule) -> None:
-        run_in_order(gm, passes, PassContext())
+        run_in_order(gm, passes, context, notes)
         if stage == "post_grad" and fuse_quantised(gm.graph):
-            run_in_order(gm, (ReadScales(),), PassContext())
+            run_in_order(gm, (ReadScales(),), context)
 
     return graph_pass(stage, uuid, run, inductor)
 

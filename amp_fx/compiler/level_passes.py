@@ -14,7 +14,7 @@ from amp_fx._torch import size_hint
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import BUDGET
-from amp_fx.passes import PlaceLevels
+from amp_fx.passes import Note, Notes, PlaceLevels
 from amp_fx.passes.base import marked
 from amp_fx.precision.placement.devices import builtin, resolve
 from amp_fx.precision.placement.level_cost import meaning, multiplies
@@ -41,6 +41,8 @@ def policy_levels(
 
     The pass runs on the joint graph in training; ``keeps_weights``: copies of weights live across calls.
     """
+    if PlaceLevels.name in opts.disable_passes:
+        return None, f"as autocast: {PlaceLevels.name} is disabled"
     choice = opts.level if opts.sensitivity is None else opts.sensitivity.level
     means = meaning(opts.policy.base, choice, profile, device, low, training=training)
     if means.level is None:
@@ -149,20 +151,21 @@ def _check(level: Level, opts: Options, device: str, matmuls: int) -> None:
         logger.info("the plan runs %d matmuls in %s, which a %s emulates", matmuls, level.policy, device)
 
 
-def add_choices(plan: Plan, placed: PlaceLevels) -> None:
-    """Writes into the plan of a forward what the pass has chosen, after the graph was compiled.
+def add_choices(plan: Plan, placed: PlaceLevels, notes: Notes) -> None:
+    """Writes into the plan of a forward what the pass has chosen, as it noted while the graph was compiled.
 
     Raises:
         PlanError: a plan that is followed has a level for a call that is no product of two matrices any more.
     """
-    if not placed.sizes:
+    if Note.CHOICES not in notes:
         # a cache had the code; what a plan has is known anyway
         if placed.level is not None:
             plan.meaning += f", compiled earlier: what runs in {placed.level.policy} is not known here"
         return
     chosen: dict[str, dict[str, tuple[Level | None, Reason]]] = {}
-    for (name, role), choice in placed.choices.items():
-        chosen.setdefault(name, {})[role] = choice
+    for choices in notes[Note.CHOICES]:
+        for (name, role), choice in choices.items():
+            chosen.setdefault(name, {})[role] = choice
     for at, row in enumerate(plan.nodes):
         found = chosen.get(row.name, {})
         if FORWARD in row.levels_below and FORWARD not in found:

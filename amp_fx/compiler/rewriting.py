@@ -14,13 +14,15 @@ from amp_fx.compiler.level_passes import planned_levels, policy_levels
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import CaptureError, PassError, PlanError
 from amp_fx.graphs.capture import capture
-from amp_fx.graphs.keys import BUDGET, SENSITIVITY, STEP_META
+from amp_fx.graphs.keys import BUDGET, STEP_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device
 from amp_fx.passes import (
     OUTLINE,
     Given,
     MarkMatmuls,
+    Note,
+    Notes,
     PassContext,
     PlaceBySensitivity,
     Replay,
@@ -70,7 +72,9 @@ def rewrite(
                 cast.meta[STEP_META] = True
                 folded |= {cast.name}
         profile = resolve(opts.profile, device)
-        context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
+        context = PassContext(
+            opts.policy, opts.numerics, profile, training, folded=folded, disabled=opts.disable_passes
+        )
         if opts.plan is not None:
             plan = replay(captured, opts, device, given, context)
         else:
@@ -159,17 +163,18 @@ def _place_by_sensitivity(
     first = min(budget, 1.0) if below else budget
     rows = {call.name: call for call in calls}
     step = PlaceBySensitivity(rows, first, placement=placement)
-    plan = run_passes(captured, captured_passes(replace(given, place=step)), context)
+    notes: Notes = {}
+    plan = run_passes(captured, captured_passes(replace(given, place=step)), context, notes)
     if below:
-        captured.meta[BUDGET] = _left_below(captured, rows, budget)
+        captured.meta[BUDGET] = _left_below(notes.get(Note.SENSITIVITY, []), rows, budget)
     return plan
 
 
-def _left_below(captured: fx.GraphModule, rows: Mapping[str, CallSensitivity], budget: float) -> Budget:
-    """What matmuls below 16 bits may add to the error of a graph that was placed by sensitivity, bodies included."""
-    graphs = [module for module in captured.modules() if isinstance(module, fx.GraphModule)]
-    sensitivities_found = [found for graph in graphs if (found := graph.meta.get(SENSITIVITY)) is not None]
-    spent, autocast = (sum(column) for column in zip((0.0, 0.0), *sensitivities_found, strict=True))
+def _left_below(
+    placed: list[tuple[float, float]], rows: Mapping[str, CallSensitivity], budget: float
+) -> Budget:
+    """What matmuls below 16 bits may add to the error of a graph and its bodies, placed with such sensitivities."""
+    spent, autocast = (sum(column) for column in zip((0.0, 0.0), *placed, strict=True))
     sensitivities = tuple(((row.name, role), row.below(role)) for row in rows.values() for role in row.roles)
     return Budget(sensitivities, max(budget**2 * autocast - spent, 0.0))
 

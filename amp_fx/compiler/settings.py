@@ -18,6 +18,7 @@ import torch
 from amp_fx._torch import called_in, inductor_mode_options, inductor_option_names
 from amp_fx.errors import OptionsError, did_you_mean, one_of
 from amp_fx.graphs.values import program_device
+from amp_fx.passes import check_disabled, parse_disabled
 from amp_fx.precision.placement.devices import load, resolve
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.plan import Plan, dtype_name
@@ -34,15 +35,11 @@ if TYPE_CHECKING:
 #: accepted spellings of the low dtype
 DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
 }
 
 NUMERICS = ("compiled", "eager")
-
 WEIGHTS = ("auto", "cast", "cache", "freeze")
 
 #: policy below 16 bits, which has an option of its name -> values of that, and what a scale stands for in each
@@ -64,6 +61,7 @@ class OptionNames(TypedDict, total=False):
         scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs.
         weights: where low copies of weights live.
         strict: raise what fails, where the backend would take a plainer way.
+        disable_passes: names of passes that do not run, to find the one that makes a number wrong.
         inductor: options of ``torch._inductor.config`` by their names.
     """
 
@@ -77,6 +75,7 @@ class OptionNames(TypedDict, total=False):
     scaler: str | None
     weights: Literal["auto", "cast", "cache", "freeze"]
     strict: bool
+    disable_passes: Sequence[str]
     inductor: Mapping[str, Any]
 
 
@@ -97,6 +96,7 @@ class Options:
     scaler: str | None = None  # with dtype "auto", it counts where that is fp16
     weights: str = "auto"
     strict: bool = False
+    disable_passes: frozenset[str] = frozenset()
     inductor: Mapping[str, Any] = field(default_factory=dict)  # from mode= and by their own names
     sensitivity: Sensitivity | None = None  # what the file that the policy names holds
     level: str = AUTO  # the option of a policy below 16 bits, see LEVEL_OPTIONS
@@ -122,28 +122,22 @@ class Options:
         parsed = cls(
             dtype=dtype,
             policy=policy,
-            numerics=one_of("numerics", NUMERICS, values.get("numerics", "compiled")),
-            profile=_parse_profile(values.get("profile", "auto")),
-            plan=_parse_plan(values.get("plan")),
             scaler=_parse_scaler(values.get("scaler"), dtype),
-            weights=one_of("weights", WEIGHTS, values.get("weights", "auto")),
-            strict=_of_kind("strict", bool, "True or False", values.get("strict", False)),
             inductor={**of_mode, **inductor},
             sensitivity=_load_sensitivity(policy, dtype, level),
             level=level,
+            **{name: parse(values[name]) for name, parse in _PARSERS.items() if name in values},
         )
+        check_disabled(parsed.disable_passes, policy, is_planned=parsed.plan is not None)
         return _as_eager(parsed) if parsed.numerics == "eager" else parsed
 
     def low_dtype(self, device_type: str) -> torch.dtype:
         """The low dtype on a device type: the one asked for, or what "auto" means there."""
-        if self.dtype is not None:
-            return self.dtype
-        if self.sensitivity is not None:
-            return self.sensitivity.dtype
-        if device_type == "cuda" and torch.cuda.is_available():
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-            return torch.bfloat16 if native else torch.float16
-        return torch.bfloat16
+        if known := self.dtype or (self.sensitivity and self.sensitivity.dtype):
+            return known
+        has_gpu = device_type == "cuda" and torch.cuda.is_available()
+        is_native = not has_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if is_native else torch.float16
 
     def is_slower_low(self, device_type: str) -> bool:
         """True where matmuls take longer in the low dtype than in fp32, by the profile, and graphs stay in fp32."""
@@ -239,16 +233,13 @@ def _parse_dtype(value: object, policy: Policy) -> torch.dtype | None:
             f"Unknown dtype {value!r}; valid: 'auto', 'bfloat16', 'float16', torch.bfloat16, torch.float16."
             + did_you_mean(str(value), DTYPES)
         )
-    dtype = DTYPES[spelling]
-    if policy.dtype is None:
-        return dtype
-    named = DTYPES[policy.dtype]
-    if dtype not in (None, named):
+    dtype, named = DTYPES[spelling], DTYPES[policy.dtype or "auto"]
+    if dtype is not None and named is not None and dtype is not named:
         raise OptionsError(
             f"dtype={dtype_name(dtype)!r} contradicts policy {str(policy)!r}, which means {policy.dtype}; drop one of "
             "the two."
         )
-    return named
+    return named or dtype
 
 
 def _parse_profile(value: object) -> str:
@@ -271,6 +262,14 @@ def _parse_plan(value: object) -> tuple[Plan, ...] | None:
             f"amp_fx.calibrate(...).plan() returned; got {value!r}."
         )
     return tuple(plan for plan in plans if plan.phase == "forward")
+
+
+#: option that is parsed without another -> its parser; the field of :class:`Options` has the default
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "numerics": partial(one_of, "numerics", NUMERICS), "weights": partial(one_of, "weights", WEIGHTS),
+    "profile": _parse_profile, "plan": _parse_plan, "disable_passes": parse_disabled,
+    "strict": partial(_of_kind, "strict", bool, "True or False"),
+}  # fmt: skip
 
 
 def _parse_scaler(value: object, dtype: torch.dtype | None) -> str | None:

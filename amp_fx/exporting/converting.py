@@ -58,7 +58,7 @@ CHOICES = {
     "tables": ("tied", "low", "keep"),
     "int8_range": ("full", "reduced"),
 }
-_SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", "plan", *LEVEL_OPTIONS)
+_SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", "plan", "disable_passes", *LEVEL_OPTIONS)
 
 
 def export(
@@ -114,8 +114,9 @@ def convert(
             know. Not changed. Weights that keep their dtype are shared with the result.
         keep_io_dtypes: inputs and outputs of the user keep their dtypes. If False, those that are fp32 are in
             the low dtype; ``module()`` of the program raises :class:`amp_fx.InputError` for others.
-        options: ``dtype``, ``policy``, ``plan``, ``fp8``, ``int8`` and ``numerics`` as in ``options=`` of the backend;
-            ``profile`` as well, but ``"off"`` by default, since the program may run on another machine;
+        options: ``dtype``, ``policy``, ``plan``, ``fp8``, ``int8``, ``numerics`` and ``disable_passes`` as in
+            ``options=`` of the backend; ``profile`` as well, but ``"off"`` by default, since the program may run on
+            another machine;
             ``weights_beyond_range``: ``"raise"``, ``"clamp"`` to the largest value, or ``"keep"`` such a weight and
             the ops that read it in fp32;
             ``tables``: which embedding tables are rounded: one that is also a matmul's weight (``"tied"``, stored
@@ -202,7 +203,9 @@ def _convert(
             "amp_fx.store_low leaves them. Export the model as it was before, or with int8_range='full'."
         )
     names, bits = frozenset(weight.name for weight in weights), 7 if own["int8_range"] == "reduced" else 8
-    context = PassContext(opts.policy, opts.numerics, profile, folded=names, weight_bits=bits)
+    context = PassContext(
+        opts.policy, opts.numerics, profile, folded=names, weight_bits=bits, disabled=opts.disable_passes
+    )
     given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), store=store), ""
     if opts.plan is not None:
         plan = replay(gm, opts, device, given, context)

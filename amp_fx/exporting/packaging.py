@@ -27,7 +27,7 @@ from amp_fx.graphs.exported import adopt
 from amp_fx.graphs.keys import ATTENTION_MARK, PLAN_META, REGION_META
 from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in
 from amp_fx.instruments.batches import raised
-from amp_fx.passes import HoldPacked, PassContext, joint_passes, package_passes
+from amp_fx.passes import HoldPacked, Note, Notes, PassContext, joint_passes, package_passes
 from amp_fx.passes.base import mark
 from amp_fx.passes.forward.choose_attention import choice
 from amp_fx.precision.placement.attention import SCORES_AT_ONCE
@@ -86,7 +86,7 @@ def package(
             f"freezing=True would fold the values that {', '.join(written)} had at the export, and the program writes "
             "to them. Leave it out."
         )
-    hold, before = HoldPacked(), {}
+    hold, before, notes = HoldPacked(), {}, Notes()
     if graph_devices(program.graph_module) == {"cpu"} and not given.get("emulate_precision_casts"):
         if "freezing" not in given:
             program, hold = _packed(program)
@@ -95,13 +95,13 @@ def package(
         attention = _attention(plan, calls, resolve(profile, "cpu"))
         scores = SCORES_AT_ONCE * torch.get_num_threads()
         joint = joint_passes({"cpu"}, attention=attention, scores_at_once=scores)
-        given |= {**hook("joint", joint, given), **hook("post_grad", package_passes(hold), given)}
+        given |= {**hook("joint", joint, given), **hook("post_grad", package_passes(hold), given, notes)}
     try:
         compile_package(program, path, given)
     finally:
         for node, meta in before.items():
             node.meta = meta
-    if left := len(hold.packed) - len(hold.held):
+    if left := len(hold.packed) - len(set().union(*notes.get(Note.HELD, ()))):
         Path(path).unlink(missing_ok=True)
         raise PassError(
             f"Inductor left out {left} of {len(hold.packed)} packed weights: {path} would give wrong numbers. "

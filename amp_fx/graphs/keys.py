@@ -46,13 +46,11 @@ MAY_ROUND = "amp_fx_may_round"
 LEVEL = "amp_fx_level"
 #: copy of a matrix that may be kept, or its factors -> of which matrix, in which form
 PART = "amp_fx_part"
-#: graph that was placed by sensitivity -> sensitivity of the placement that was chosen, and of torch.autocast's
-SENSITIVITY = "amp_fx_sensitivity"
 #: graph that is placed by sensitivity under a policy below 16 bits -> what its matmuls may add to the error
 BUDGET = "amp_fx_level_budget"
 
-# keys inside of ``node.meta["custom"]``, which AOTAutograd copies to all that a call becomes, backward included
-
+#: what AOTAutograd copies to all that a call becomes, backward included: the keys below stand in this one
+CUSTOM = "custom"
 #: call that policy and plan let run below 16 bits -> its name in the plan
 MARK = "amp_fx_may_run_below"
 #: product whose result a rule has in fp32 -> its name in the plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -21,7 +22,7 @@ from amp_fx.graphs.values import (
     storages_written_in,
     tensors,
 )
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.insert_casts import retyped_arguments
 from amp_fx.precision.plans.label import Label, Takes, label_of
 from amp_fx.precision.policy import OpClass
@@ -50,7 +51,7 @@ class FuseCasts(Pass):
         mm = torch.ops.aten.matmul.default(x_bf16, w)
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         fusible = _fusible_casts(gm.graph)
         modes = grad_modes(gm.graph)
         seen: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
@@ -74,7 +75,7 @@ class FuseCasts(Pass):
             if CAST_META in node.meta and not node.users:
                 gm.graph.erase_node(node)
                 removed += 1
-        return f"{removed} casts removed"
+        return PassResult(f"{removed} casts removed", removed)
 
 
 def _fusible_casts(graph: fx.Graph) -> set[fx.Node]:
@@ -125,7 +126,9 @@ class Verify(Pass):
         VerifyError: mm (matmul) is planned as torch.bfloat16 but takes w in torch.float32 [train.py:7: x @ w]
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    is_needed: ClassVar[bool] = True
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         checked = 0
         for node in gm.graph.nodes:
             plan, ran = label_of(node), node.meta.pop(RAN_META, None)
@@ -153,7 +156,7 @@ class Verify(Pass):
             if (got := dtypes_and_sizes(node)) != traced:
                 what = f"output {node.name} has dtypes and sizes {got}, Dynamo traced {traced}"
                 raise VerifyError(f"{what} [{where(node)}]")
-        return f"{checked} calls checked"
+        return PassResult(f"{checked} calls checked", 0)
 
 
 def _is_retyped(source: fx.Node) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Note, Pass, PassContext, PassResult
 from amp_fx.precision.placement.attention import PAYS, Attention, operands, refusal, single_query
 from amp_fx.precision.plans.label import Kind, Reason, label_of
 from amp_fx.precision.policy.rules import Rule
@@ -39,18 +40,25 @@ class ChooseAttention(Pass):
         scaled_dot_product_attention  low  two products ...: products take 0.42 of its time for 12 x 64 x 64 scores
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        chosen = 0
+    is_planned: ClassVar[bool] = True
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        chosen, matched = 0, set[Rule]()
         for node in gm.graph.find_nodes(
             op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
         ):
             plan = label_of(node)
             if plan is None or plan.dtype is not torch.bfloat16 or node.meta["val"].device.type != "cpu":
                 continue
-            plan.computed_by, why = choice(node, context.policy.rule_for(plan.op, plan.module_path), context)
+            rule = context.policy.rule_for(plan.op, plan.module_path)
+            if rule is not None and rule.implementation is not None:
+                # with operands that were low before, its precision changes nothing
+                matched.add(rule)
+            plan.computed_by, why = choice(node, rule, context)
             plan.reasons += (Reason.of(_KINDS[plan.computed_by], why=why),)
             chosen += plan.computed_by != "flash"
-        return f"{chosen} calls of attention are two products around a softmax"
+        summary = f"{chosen} calls of attention are two products around a softmax"
+        return PassResult(summary, chosen, {Note.MATCHED: matched})
 
 
 def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> tuple[str, str]:
@@ -60,8 +68,6 @@ def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> tuple[str,
     if context.numerics == "eager":
         return "flash", "as eager PyTorch has it"
     if rule is not None and rule.implementation is not None:
-        # with operands that were low before, its precision changes nothing
-        context.matched.add(rule)
         return _products(context) if rule.implementation == "products" else "flash", "as the rule has it"
     if context.profile is None:
         return "flash", "without a profile nothing is known of their times"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -33,11 +34,11 @@ from amp_fx.graphs.values import (
     is_eligible,
     tensors,
 )
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Note, Pass, PassContext, PassResult
 from amp_fx.precision.plans.label import Kind, Label, Reason, Takes
 from amp_fx.precision.policy import OpClass, OpGroup, Origin
 from amp_fx.precision.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
-from amp_fx.precision.policy.rules import PRECISIONS
+from amp_fx.precision.policy.rules import PRECISIONS, Rule
 from amp_fx.precision.policy.table import device_row, lookup
 
 
@@ -60,7 +61,9 @@ class PinDtypes(Pass):
         as_x = torch.ops.aten.to.dtype(y, torch.float32)
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    is_needed: ClassVar[bool] = True
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         pinned = 0
         for node in gm.graph.nodes:
             value = node.meta.get("val")
@@ -73,7 +76,7 @@ class PinDtypes(Pass):
                 node.target = torch.ops.aten.to.dtype
                 node.args, node.kwargs = (node.args[0], value.dtype), {}
                 pinned += 1
-        return f"{pinned} implied dtypes written down"
+        return PassResult(f"{pinned} implied dtypes written down", pinned)
 
 
 @dataclass(frozen=True)
@@ -103,18 +106,22 @@ class Classify(Pass):
         softmax     fp32   exponentials and their sum leave the low range
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        counts: Counter[str] = Counter()
+    is_needed: ClassVar[bool] = True
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        counts, matched = Counter[str](), set[Rule]()
         for node in gm.graph.nodes:
             if node.op not in ("call_function", "call_method") or STEP_META in node.meta:
                 continue
-            plan = _label(node, context)
+            plan = _label(node, context, matched)
             node.meta[LABEL], node.meta[TRACED_META] = plan, dtypes_and_sizes(node)
             counts[plan.op_class.value] += 1
-        return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no calls"
+        summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        return PassResult(summary or "no calls", counts.total(), {Note.MATCHED: matched})
 
 
-def _label(node: fx.Node, context: PassContext) -> Label:
+def _label(node: fx.Node, context: PassContext, matched: set[Rule]) -> Label:
+    """The label of a call; the user's rules that are about it are added to ``matched``."""
     inputs = [n.meta["val"] for _, n in tensor_arguments(node) if is_eligible(n.meta.get("val"))]
     outputs = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
     regions: Mapping[str, Region] = node.meta.get(REGION_META, {})
@@ -167,7 +174,7 @@ def _label(node: fx.Node, context: PassContext) -> Label:
     if in_place_target(node) is not None:  # case 5
         return _label_write(plan, node, node.target)
     rules = context.policy.matching(plan.op, plan.module_path)
-    context.matched.update(rules)
+    matched.update(rules)
     row = lookup(node.target, device)
     makes_complex = inputs and any(value.is_complex() for value in tensors(node.meta.get("val")))
     if makes_complex and (row is None or row.op_class is not OpClass.FP32):  # case 6

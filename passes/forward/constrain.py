@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -12,7 +13,7 @@ from amp_fx.graphs.calls import differentiated
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, storage_of, written_arguments, written_storages
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.hazards import HAZARDS, constants
 from amp_fx.precision.plans.label import Kind, Reason, Takes, label_of
 from amp_fx.precision.policy import OpClass
@@ -35,7 +36,9 @@ class Constrain(Pass):
         masked = torch.ops.aten.masked_fill.Scalar(scores, mask, -3.4e38)   # fp32: scalar-range
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    is_needed: ClassVar[bool] = True
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         pinned = 0
         for hazard, rounds_like_eager in HAZARDS:
             if context.numerics == "eager" and not rounds_like_eager:
@@ -45,7 +48,7 @@ class Constrain(Pass):
         _forbid_rounding(gm.graph)
         _pin_differentiated(gm.graph)
         tied = _tie_storages(gm)
-        return f"{pinned} nodes to fp32, {tied} tied to a shared storage"
+        return PassResult(f"{pinned} nodes to fp32, {tied} tied to a shared storage", pinned + tied)
 
 
 def _to_fp32(node: fx.Node, why: Reason) -> int:

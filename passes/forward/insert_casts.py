@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -31,7 +32,7 @@ from amp_fx.graphs.values import (
     written_arguments,
     written_storages,
 )
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.precision.plans.label import Label, Takes, label_of
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.table import device_row
@@ -64,16 +65,18 @@ class InsertCasts(Pass):
         q_f32 = torch.ops.aten.to.dtype(q, torch.float32)                   # returned
     """
 
+    is_needed: ClassVar[bool] = True
+
     stored: bool = False  # the program is stored, for any runtime
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         # a kernel that takes both rounds as eager PyTorch does
         casts = _Casts(gm.graph, is_stored=self.stored and context.numerics != "eager")
         for node in list(gm.graph.nodes):
             if (plan := label_of(node)) is not None:
                 casts.rewrite(node, plan)
         casts.restore_outputs()
-        return f"{casts.count} casts inserted"
+        return PassResult(f"{casts.count} casts inserted", casts.count)
 
 
 @dataclass

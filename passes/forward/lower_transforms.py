@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -17,10 +18,10 @@ from amp_fx.graphs.regions import ENTER, EXIT
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Note, Pass, PassContext, PassResult
 from amp_fx.precision.plans.label import Kind, Reason, label_of
 from amp_fx.precision.policy import OpClass
-from amp_fx.precision.policy.rules import PRECISIONS
+from amp_fx.precision.policy.rules import PRECISIONS, Rule
 
 #: device types on which autocast is to be on, with its dtype
 _State = tuple[tuple[str, torch.dtype], ...]
@@ -50,12 +51,15 @@ class LowerTransforms(Pass):
         wide = torch.ops.aten.to.dtype(out, torch.float32)
     """
 
+    is_planned: ClassVar[bool] = True
+
     replays: bool = False  # as a plan has it
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        states = self._states(gm.graph, context)
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        matched = set[Rule]()
+        states, notes = self._states(gm.graph, context, matched), {Note.MATCHED: matched}
         if not any(states.values()):
-            return "no transform to lower"
+            return PassResult("no transform to lower", 0, notes)
         trial = copy.copy(gm)
         trial.graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -66,7 +70,7 @@ class LowerTransforms(Pass):
             trial.graph.erase_node(node)
         trial.recompile()
         if not runs(trial):
-            return "autocast itself fails on the transforms"
+            return PassResult("autocast itself fails on the transforms", 0, notes)
         _switch(states)
         lowered = [node for node, state in states.items() if state]
         for node in lowered:
@@ -75,10 +79,10 @@ class LowerTransforms(Pass):
                 label.computed_by, label.reasons = "autocast", (Reason(Kind.TRANSFORMED),)
                 if has_trait(label.op.strip("_"), Trait.MATMUL, Trait.UNCOUNTED_MATMUL):
                     label.dtype = label.low = dict.fromkeys(dtype for _, dtype in states[node]).popitem()[0]
-        return f"{len(lowered)} nodes inside transforms under autocast"
+        return PassResult(f"{len(lowered)} nodes inside transforms under autocast", len(lowered), notes)
 
-    def _states(self, graph: fx.Graph, context: PassContext) -> dict[fx.Node, _State]:
-        """What is inside a transform, with what takes an element of its result."""
+    def _states(self, graph: fx.Graph, context: PassContext, matched: set[Rule]) -> dict[fx.Node, _State]:
+        """What is inside a transform, with what takes an element of its result; rules about it become ``matched``."""
         found, depth = dict[fx.Node, _State](), 0
         for node in graph.nodes:
             step = nesting_change(node.target)
@@ -88,21 +92,21 @@ class LowerTransforms(Pass):
                 on = [
                     (d, r)
                     for d, r in regions
-                    if r.enabled and (r.by_user or self._lowers(node, r.dtype, context))
+                    if r.enabled and (r.by_user or self._lowers(node, r.dtype, context, matched))
                 ]
                 found[node] = tuple((device, region.dtype) for device, region in on)
             elif node.target is operator.getitem and node.args[0] in found:
                 found[node] = ()
         return found
 
-    def _lowers(self, node: fx.Node, low: torch.dtype, context: PassContext) -> bool:
+    def _lowers(self, node: fx.Node, low: torch.dtype, context: PassContext, matched: set[Rule]) -> bool:
         label, profile = label_of(node), context.profile
         if label is None:
             return False
         if self.replays:
             return label.computed_by == "autocast"
         if rules := context.policy.matching(label.op, label.module_path):
-            context.matched.update(rules)
+            matched.update(rules)
             return PRECISIONS[rules[-1].precision] is OpClass.LOW
         # nothing was measured of it
         return context.policy.sensitivity is None and not (profile is not None and profile.is_slower_in(low))

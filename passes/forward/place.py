@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import networkx as nx
 import torch
 import torch.fx as fx
 
 from amp_fx.graphs.keys import MAY_ROUND
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.network import Network, dtype_as_autocast, place_as_autocast, rounded
 from amp_fx.precision.placement.attention import refusal
 from amp_fx.precision.placement.cost import CostModel
@@ -57,9 +58,11 @@ class Place(Pass):
         mm = torch.ops.aten.matmul.default(q, e)                    # bf16
     """
 
+    is_needed: ClassVar[bool] = True
+
     stored: bool = False  # the program is stored, with attention as it is
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         placed, low = place_as_autocast(gm.graph)
         moved = 0
         if context.numerics != "eager" and low is not None:
@@ -69,7 +72,7 @@ class Place(Pass):
             labels = solve(problem)
             moved = _apply(labels, placed, low, _widen_idle(labels, problem))
         low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
-        return f"{low_nodes} nodes in the low dtype, {moved} moved by the cut"
+        return PassResult(f"{low_nodes} nodes in the low dtype, {moved} moved by the cut", len(placed))
 
 
 def _widen_idle(labels: dict[Var, bool], problem: Problem) -> set[Var]:
@@ -138,11 +141,13 @@ class Replay(Pass):
     attention by the flash kernel where products cannot compute it: the plan may be of a call whose sizes were known.
     """
 
+    is_needed: ClassVar[bool] = True
+
     #: node name in this graph, with the path of its body -> what the plan has decided about it
     rows: Mapping[str, NodePlan] = field(hash=False)
     stored: bool = False  # the program is stored, for any runtime: none has an op that returns such a result
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         followed = 0
         for node in gm.graph.nodes:
             plan = label_of(node)
@@ -167,4 +172,4 @@ class Replay(Pass):
                 why = Reason.of(Kind.NO_WIDE_RESULT, device=where, op=plan.op, low=plan.low)
                 plan.op_class, plan.dtype, plan.result_dtype = OpClass.FP32, torch.float32, None
                 plan.reasons += (why,)
-        return f"{followed} nodes as the plan has them"
+        return PassResult(f"{followed} nodes as the plan has them", followed)

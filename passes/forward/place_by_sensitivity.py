@@ -6,14 +6,15 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.keys import MAY_ROUND, SENSITIVITY, TIED
+from amp_fx.graphs.keys import MAY_ROUND, TIED
 from amp_fx.graphs.values import in_place_target
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Note, Pass, PassContext, PassResult
 from amp_fx.passes.forward.network import ALWAYS, Network, place_as_autocast, rounded
 from amp_fx.passes.forward.place import Place
 from amp_fx.passes.forward.sensitivity_terms import sensitivity_terms
@@ -166,6 +167,8 @@ class PlaceBySensitivity(Pass):
         mean = torch.ops.aten.mean.dim(square, [-1])                # f32
     """
 
+    is_needed: ClassVar[bool] = True
+
     #: call of this graph, with the path of its body -> what was measured
     rows: Mapping[str, CallSensitivity] = field(hash=False)
     #: how much error the graph may have, relative to torch.autocast's; the cheapest such placement is taken
@@ -173,7 +176,7 @@ class PlaceBySensitivity(Pass):
     #: instead of a budget, where each call is, as :meth:`PricedGraph.placement` gave it
     placement: Placement | None = field(default=None, hash=False)
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         if (found := price(gm, context, self.rows)) is None:
             return Place().call(gm, context)
         theirs = found.autocast_sensitivity
@@ -182,10 +185,10 @@ class PlaceBySensitivity(Pass):
         else:
             (labels,) = within([found.priced], self.budget**2 * theirs, [found.autocast]).placement
         ours = found.priced.sensitivity(labels)
-        gm.meta[SENSITIVITY] = (ours, theirs)
         low_nodes = _apply(labels, found)
         errors = f"error {math.sqrt(ours):.2e}, of autocast {math.sqrt(theirs):.2e}"
-        return f"{low_nodes} nodes in the low dtype, {errors}"
+        summary = f"{low_nodes} nodes in the low dtype, {errors}"
+        return PassResult(summary, len(labels), {Note.SENSITIVITY: (ours, theirs)})
 
 
 def _apply(labels: Labels, found: PricedGraph) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -14,7 +15,7 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, KEPT_META, PART, STEP_META, TIED, Kept
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_pure, is_view, storage_of, storages_written_in
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.levels.quantise_matmuls import Part
 from amp_fx.precision.plans.label import Kind, Reason, Takes, label_of
 from amp_fx.precision.plans.plan import dtype_name
@@ -41,9 +42,9 @@ class MarkCopies(Pass):
         # the same, with the mark Kept("w", "_bfloat16", torch.bfloat16)
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         if context.path:
-            return "a body has no weights of its own"
+            return PassResult("a body has no weights of its own", 0)
         written, parts = storages_written_in(gm.graph), _parts(gm.graph)
         marked = 0
         for weight in gm.graph.find_nodes(op="placeholder"):
@@ -60,7 +61,7 @@ class MarkCopies(Pass):
             for node, suffix, form in copies:
                 _mark(node, weight, suffix, form)
             marked += len(copies)
-        return f"{marked} low copies of weights are kept"
+        return PassResult(f"{marked} low copies of weights are kept", marked)
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,14 @@ class MarkStored(Pass):
         # the same, with the mark Kept("w", "", torch.bfloat16)
     """
 
+    is_needed: ClassVar[bool] = True
+
     weights: tuple[tuple[str, ...], ...]  # names of inputs; those that hold the same weight stand together
     tables: str = "tied"  # or "low" or "keep": which tables of lookups are rounded
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         if context.path:
-            return "a body has no weights of its own"
+            return PassResult("a body has no weights of its own", 0)
         inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
         written, parts = storages_written_in(gm.graph), _parts(gm.graph)
         stored = set[str]()
@@ -111,7 +114,7 @@ class MarkStored(Pass):
             if form is not None or dtype is not None:
                 stored.update(names)
         self._mark_steps(gm.graph, {name for names in self.weights for name in names} - stored)
-        return f"{len(stored)} weights are stored low"
+        return PassResult(f"{len(stored)} weights are stored low", len(stored))
 
     def _mark_steps(self, graph: fx.Graph, weights: Collection[str]) -> None:
         """Case 5."""
@@ -227,9 +230,11 @@ class KeepWeights(Pass):
         linear = torch.ops.aten.linear.default(x, w)        # fp32
     """
 
+    is_needed: ClassVar[bool] = True
+
     weights: tuple[str, ...]  # names of inputs
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         moved = 0
         for node in gm.graph.find_nodes(op="placeholder"):
             if context.path or node.name not in self.weights:
@@ -242,4 +247,4 @@ class KeepWeights(Pass):
                     plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
                     plan.reasons = (Reason.of(Kind.WEIGHT_RANGE, weight=node.name, low=plan.low),)
                     moved += 1
-        return f"{moved} nodes to fp32 for their weights' sake"
+        return PassResult(f"{moved} nodes to fp32 for their weights' sake", moved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -13,7 +14,7 @@ from amp_fx._torch import write_as_it_is
 from amp_fx.graphs.calls import argument_value, readers
 from amp_fx.graphs.keys import ATTENTION_MARK
 from amp_fx.graphs.rewriter import Rewriter
-from amp_fx.passes.base import Pass, PassContext, marked
+from amp_fx.passes.base import Pass, PassContext, PassResult, marked
 from amp_fx.precision.placement.attention import Block, blocks_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -53,11 +54,13 @@ class Attend(Pass):
     :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`.
     """
 
+    is_needed: ClassVar[bool] = True
+
     #: names in the plan of calls, and what computes them: with ``"products_low"``, scores are rounded to 16 bits
     computed_by: tuple[tuple[str, str], ...] = ()
     at_once: int | None = None  # scores in a block of heads, in inference; None: all
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         written, computed_by = 0, dict(self.computed_by)
         for flash in gm.graph.find_nodes(op="call_function", target=_FLASH):
             how = computed_by.get(marked(flash, ATTENTION_MARK) or "", "flash")
@@ -67,7 +70,7 @@ class Attend(Pass):
             if all(reader.target is _FLASH_BACKWARD for reader in backwards):
                 _write(flash, backwards, low_scores=how == "products_low", at_once=self.at_once)
                 written += 1
-        return f"{written} calls of attention are two products around a softmax"
+        return PassResult(f"{written} calls of attention are two products around a softmax", written)
 
 
 def _readers_of_sums(flash: fx.Node) -> list[fx.Node]:

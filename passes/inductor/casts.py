@@ -15,7 +15,7 @@ from amp_fx.graphs.fake_runs import is_matmul, run_fake
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.precision.placement.cost import is_relaid
 from amp_fx.precision.policy.table import device_row
 
@@ -39,7 +39,7 @@ class KeepStatistics(Pass):
         share = torch.ops.aten.div.Tensor(rsqrt, 64)                                    # f32[8, 32, 1], backward
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         kept = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
             if not _rounds_a_statistic(cast) or (low := _low_readers(cast)) is None:
@@ -49,7 +49,7 @@ class KeepStatistics(Pass):
             for node in (node for node in gm.graph.nodes if node in low):
                 node.meta["val"] = run_fake(node)
             kept += 1
-        return f"{kept} statistics of norms stay in fp32"
+        return PassResult(f"{kept} statistics of norms stay in fp32", kept)
 
 
 def _rounds_a_statistic(cast: fx.Node) -> bool:
@@ -96,9 +96,9 @@ class LayOutGradients(Pass):
         wide = torch.ops.amp_fx.convert.default(grad_w, torch.float32, [I * 9, 9, 3, 1])
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         if not lays_out_convolutions():
-            return "Inductor keeps the layout of convolutions"
+            return PassResult("Inductor keeps the layout of convolutions", 0)
         changed = 0
         for backward in gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
             if (weight := _relaid_weight(backward.args[2])) is None:
@@ -110,7 +110,7 @@ class LayOutGradients(Pass):
                 if cast.meta["val"].dtype is torch.float32:
                     _lay_out(cast, weight.meta["val"].stride())
                     changed += 1
-        return f"{changed} gradients are laid out as their weights"
+        return PassResult(f"{changed} gradients are laid out as their weights", changed)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class SeparateOutputs(Pass):
         return [wide_1, loss]
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         count = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
             value, before = cast.meta["val"], cast.all_input_nodes[0].meta["val"]
@@ -150,7 +150,7 @@ class SeparateOutputs(Pass):
             returned.meta["val"] = run_fake(returned)
             cast.replace_all_uses_with(returned, delete_user_cb=from_memory.__contains__)
             count += 1
-        return f"{count} returned values have casts of their own"
+        return PassResult(f"{count} returned values have casts of their own", count)
 
 
 # ---- after partitioning: forward, backward and inference graphs, each by itself
@@ -174,16 +174,16 @@ class LayOutWeights(Pass):
         conv = torch.ops.aten.convolution.default(x_16, w_16, ...)
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         if not lays_out_convolutions():
-            return "Inductor keeps the layout of convolutions"
+            return PassResult("Inductor keeps the layout of convolutions", 0)
         convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
         read = {node.args[1] for node in convolutions}
         # casts to 16 bits of inputs
         casts = [node for node in gm.graph.nodes if node in read and _relaid_weight(node) is not None]
         for cast in casts:
             _lay_out(cast, cast.meta["val"].contiguous(memory_format=torch.channels_last).stride())
-        return f"{len(casts)} weights of convolutions are laid out by the library"
+        return PassResult(f"{len(casts)} weights of convolutions are laid out by the library", len(casts))
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class WriteCasts(Pass):
         rows = torch.ops.aten.view.default(low, [8192, 768])
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         casts = [
             cast
             for cast in gm.graph.find_nodes(op="call_function", target=CAST)
@@ -224,7 +224,7 @@ class WriteCasts(Pass):
         found = [*casts, *filter(_is_of_rows_on_cpu, roots)]
         for node in found:
             write_as_it_is(node)
-        return f"{len(found)} values are written where they are made"
+        return PassResult(f"{len(found)} values are written where they are made", len(found))
 
 
 def _narrows(cast: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import Pass, PassContext, gradients_in, marked
+from amp_fx.passes.base import Pass, PassContext, PassResult, gradients_in, marked
 from amp_fx.precision.policy.table import device_row
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ class GemmEpilogue(Pass):
 
     marks: tuple[str, ...] = ()  # names in the plan of the calls of case 5
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         widened = _keep_sums(gm) if self.marks else 0
         for node in list(gm.graph.nodes):
             if not (node.target in _WIDE or _returns_fp32(node)):
@@ -80,7 +80,7 @@ class GemmEpilogue(Pass):
                 widening.replace_all_uses_with(widening.all_input_nodes[0])
                 gm.graph.erase_node(widening)
             widened += 1
-        return f"{widened} matmuls return fp32"
+        return PassResult(f"{widened} matmuls return fp32", widened)
 
 
 def _returns_fp32(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
@@ -21,7 +21,7 @@ from amp_fx._torch import (
 )
 from amp_fx.graphs.calls import CAST
 from amp_fx.graphs.rewriter import Rewriter
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Note, Pass, PassContext, PassResult
 
 aten = torch.ops.aten
 
@@ -40,7 +40,9 @@ class CallPacked(Pass):
         conv = torch.ops.mkldnn._convolution_pointwise.default(x, w_packed, b, ..., "none", [], "")
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    is_needed: ClassVar[bool] = True
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         calls = {
             "amp_fx.packed_convolution.default": pointwise_convolution,
             "amp_fx.packed_convolution_int8.default": pointwise_convolution_int8,
@@ -51,7 +53,7 @@ class CallPacked(Pass):
         linears = [node for node in gm.graph.nodes if node.target in (LINEAR, LINEAR_INT8)]
         if found or linears:
             takes_packed_inputs(gm, [*linears, *(node for node, _ in found)])
-        return f"{len(found)} convolutions have packed weights"
+        return PassResult(f"{len(found)} convolutions have packed weights", len(found))
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,12 @@ class HoldPacked(Pass):
         # the same call, and w_packed is what oneDNN has packed
     """
 
-    packed: Mapping[int, torch.Tensor] = field(
-        default_factory=dict, repr=False
-    )  # by the address of the other
-    held: set[int] = field(default_factory=set, repr=False)  # those that a graph had
+    is_needed: ClassVar[bool] = True
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        found = 0
+    packed: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)  # by the other's address
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        held = set[int]()
         for target in {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}:
             path, _, name = target.rpartition(".")
             owner = gm.get_submodule(path)
@@ -81,11 +82,10 @@ class HoldPacked(Pass):
             # one that Inductor has packed by itself has no address
             is_plain = isinstance(value, torch.Tensor) and not value.is_mkldnn
             if is_plain and (address := value.data_ptr()) in self.packed:
-                self.held.add(address)
+                held.add(address)
                 delattr(owner, name)
                 setattr(owner, name, self.packed[address])
-                found += 1
-        return f"{found} constants are packed weights"
+        return PassResult(f"{len(held)} constants are packed weights", len(held), {Note.HELD: held})
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ class ReadScales(Pass):
         quantize = torch.ops.prims.convert_element_type.default(clamp, torch.uint8)
     """
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         found = gm.graph.find_nodes(op="call_function", target=quantised_ops().quantize_per_tensor.default)
         # which Inductor makes one call of, that pools bytes
         rounds = [node for node in found if not _is_of_pooled(node)]
         for position, node in enumerate(rounds):
             _read_scale(gm, node, f"amp_fx_scale_{position}")
-        return f"{len(rounds)} values are rounded by kernels"
+        return PassResult(f"{len(rounds)} values are rounded by kernels", len(rounds))
 
 
 def _is_of_pooled(node: fx.Node) -> bool:

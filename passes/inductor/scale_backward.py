@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -12,7 +13,7 @@ from amp_fx.graphs.calls import start
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.precision.policy.table import device_row
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -44,12 +45,14 @@ class ScaleBackward(Pass):
         grad = torch.ops.aten.div.Tensor(mm, scale_1x1)                                  # f32
     """
 
+    is_needed: ClassVar[bool] = True
+
     scale: int  # position of the loss scale among the graph's inputs
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         roles = joint_roles(gm)
         if roles is None or self.scale not in roles.inputs:
-            return "no backward here"
+            return PassResult("no backward here", 0)
         work = _Work(gm.graph, roles.inputs[self.scale])
         for tangent in roles.tangents:
             work.enter(tangent)
@@ -63,7 +66,8 @@ class ScaleBackward(Pass):
                     # one value may be the gradient of several inputs
                     values[position] = restored.get(node) or restored.setdefault(node, work.leave(node))
         output.args = (values,)
-        return f"{len(roles.tangents)} gradients enter, {len(restored)} leave"
+        summary = f"{len(roles.tangents)} gradients enter, {len(restored)} leave"
+        return PassResult(summary, len(roles.tangents) + len(restored))
 
 
 class _Work(Rewriter):

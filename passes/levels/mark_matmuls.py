@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.fx as fx
 
@@ -10,7 +11,7 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import MARK
 from amp_fx.graphs.traits import LINEAR_OPS
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import Pass, PassContext, mark
+from amp_fx.passes.base import Pass, PassContext, PassResult, mark
 from amp_fx.passes.levels.matmuls import Matmul, captured_matmul, divides, may_run_below
 from amp_fx.precision.plans.label import label_of
 from amp_fx.precision.policy.levels import WEIGHT, Level
@@ -38,15 +39,17 @@ class MarkMatmuls(Pass):
         planned: a plan that is followed says what runs below 16 bits.
     """
 
+    is_needed: ClassVar[bool] = True
+
     planned: bool = False
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         marked = 0
         for node in gm.graph.nodes:
             if self._is_planned(node, context) if self.planned else may_run_below(node, context):
                 mark(node, MARK, f"{context.path}{node.name}")
                 marked += 1
-        return f"{marked} matmuls may run below 16 bits"
+        return PassResult(f"{marked} matmuls may run below 16 bits", marked)
 
     def _is_planned(self, node: fx.Node, context: PassContext) -> bool:
         row = label_of(node)

@@ -6,7 +6,8 @@ import functools
 import math
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -16,7 +17,7 @@ from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import LEVEL
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import cast_bytes, numel
-from amp_fx.passes.base import Pass, PassContext, gradients_in
+from amp_fx.passes.base import Note, Pass, PassContext, PassResult, gradients_in
 from amp_fx.passes.levels.matmuls import Matmul, Operand, divides, last_calls, may_run_below, read_matmuls
 from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.precision.placement.level_cost import NARROW, OPERATIONS, LevelCost
@@ -86,9 +87,9 @@ class PlaceLevels(Pass):
         stored: the program is stored with such copies, for any runtime.
         marks: names in the plan of the calls that policy and plan let run below 16 bits; of a joint graph.
         hints: what the sizes that are not known are taken for.
-        choices: (name in the plan, role) -> the level, or None, and why; filled in when the pass runs.
-        sizes: matmuls in each graph that the pass has run on; empty where a cache had what was compiled.
     """
+
+    is_planned: ClassVar[bool] = True
 
     level: Level | None
     device: str
@@ -102,26 +103,23 @@ class PlaceLevels(Pass):
     stored: bool = False
     marks: tuple[str, ...] = ()
     hints: tuple[int, ...] = ()
-    choices: dict[tuple[str, str], tuple[Level | None, Reason]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    sizes: list[int] = field(default_factory=list, repr=False, compare=False)
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         found = self._looked_at(gm, context)
-        self.sizes.append(len(found))
         allowed = _implemented(found)
         chosen = self._chosen(allowed) | {matmul for matmul in allowed if self._is_asked_for(matmul, context)}
+        choices: dict[tuple[str, str], tuple[Level | None, Reason]] = {}
         for matmul, way in found.items():
             level = self._wanted(matmul) if matmul in chosen else None
             if level is not None:
                 scale = self._scales[matmul.name] if allowed[matmul].measured else None
                 matmul.node.meta[LEVEL] = (level, way, scale)
             why = self._why(matmul, level, way)
-            self.choices[matmul.variable] = level, why
+            choices[matmul.variable] = level, why
             if (row := label_of(matmul.node)) is not None:
                 row.levels, row.reasons = with_choice(row, matmul.role, level, why)
-        return f"{len(chosen)} of {len(found)} matmuls below 16 bits"
+        summary = f"{len(chosen)} of {len(found)} matmuls below 16 bits"
+        return PassResult(summary, len(chosen), {Note.CHOICES: choices})
 
     def allowed(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Implementation]:
         """The matmuls of a graph that may run in the level, and how they would."""

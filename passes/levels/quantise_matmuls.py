@@ -15,7 +15,7 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import is_view, storage_of, writers_in, written_storages
-from amp_fx.passes.base import Pass, PassContext, erase
+from amp_fx.passes.base import Pass, PassContext, PassResult, erase
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
 from amp_fx.precision.plans.label import label_of
@@ -79,10 +79,12 @@ class QuantiseMatmuls(Pass):
             know as products of integers.
     """
 
+    is_needed: ClassVar[bool] = True
+
     joint: bool = True
     stored: bool = False
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         work: Quantiser = (
             Quantiser(Rewriter(gm.graph, captured=False))
             if self.joint
@@ -97,7 +99,7 @@ class QuantiseMatmuls(Pass):
                 work.multiply(matmul, level, way)
         if chosen:
             work.tidy(context.path)
-        return f"{len(chosen)} scaled matmuls read {len(work.copies)} copies"
+        return PassResult(f"{len(chosen)} scaled matmuls read {len(work.copies)} copies", len(chosen))
 
 
 def erase_unread(graph: fx.Graph, path: str = "") -> None:

@@ -17,6 +17,7 @@ from torch import nn
 import amp_fx
 from amp_fx import OptionsError, Plan, PlanError, Policy, Rule
 from amp_fx.compiler.settings import LEVEL_OPTIONS, NUMERICS, WEIGHTS, OptionNames, Options
+from amp_fx.passes import PASSES
 from amp_fx.precision.placement.devices import builtin
 from amp_fx.precision.placement.profile import ProfileError
 from amp_fx.precision.plans.sensitivity import Sensitivity
@@ -42,6 +43,8 @@ def test_the_defaults_and_spellings_of_the_dtype() -> None:
     for dtype, names in spellings.items():
         assert {Options.parse(None, {"dtype": name}).dtype for name in names} == {dtype}
 
+
+WIDE = {"op": "mm", "precision": "low", "result": "fp32"}
 
 #: neither of the two low dtypes
 BAD_DTYPES = ("fp32", "float32", torch.float32, torch.float64, "float8_e4m3fn", 16, None, "")
@@ -123,6 +126,19 @@ def test_inductor_options_by_their_own_names_and_those_of_modes() -> None:
         *(({"dtype": "float16", "scaler": bad}, f"amp_fx.GradScaler.*{bad!r}") for bad in (3, "")),
         *(({"plan": bad}, r"plan .*amp_fx\.Plan") for bad in (3, [3], {"nodes": []}, object())),
         ({"weights": "cached"}, r"'cached'.*'auto'.*'cache'"),
+        *(({"disable_passes": bad}, f"list of names.*{bad!r}") for bad in ("fuse-casts", 3, None)),
+        *(({"disable_passes": [bad]}, rf"{bad!r}.*'fuse-casts'") for bad in ("FuseCasts", "fuse", 3, "")),
+        ({"disable_passes": ["gemm-epilog"]}, r"Did you mean 'gemm-epilogue'"),
+        *(
+            ({"disable_passes": ["fuse-casts", name]}, rf"'{name}'.*without.*'fuse-casts'")
+            for name, kind in PASSES.items()
+            if kind.is_needed
+        ),
+        *(
+            ({"disable_passes": [name], "plan": Plan("0/0")}, f"'{name}'.*plan")
+            for name in ("choose-attention", "lower-transforms", "place-levels")
+        ),
+        ({"disable_passes": ["gemm-epilogue"], "policy": {"rules": [WIDE]}}, r"'gemm-epilogue'.*'result'"),
         ({"profile": 3}, "profile .*'auto', 'off'.*3"),
         *(({"dtype": bad}, rf"{re.escape(repr(bad))}.*'auto', 'bfloat16', 'float16'") for bad in BAD_DTYPES),
     ],
@@ -142,6 +158,13 @@ def test_options_survive_copying_and_pickling_and_policies_print_the_form_that_t
     rules = {"base": "fp8", "dtype": "float16", "rules": [{"module": "head", "precision": "low"}]}
     assert Policy.parse(str(Policy.parse(rules))) == Policy.parse(rules)
     assert Options.parse(None, {"fp8": "auto"}).level == "auto"
+
+
+def test_passes_are_disabled_by_name_also_with_a_plan_that_decides_nothing_of_them() -> None:
+    names = [name for name, kind in PASSES.items() if not kind.is_needed]
+    assert Options.parse(None, {"disable_passes": names}).disable_passes == set(names)
+    given = {"disable_passes": ["fuse-casts"], "plan": Plan("0/0")}
+    assert Options.parse(None, given).disable_passes == {"fuse-casts"}
 
 
 # ---- amp_fx.options and amp_fx.compile ----

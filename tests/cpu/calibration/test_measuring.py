@@ -23,7 +23,16 @@ from amp_fx.instruments.calibration import measuring
 from amp_fx.instruments.calibration.measuring import noise, smoothed
 from amp_fx.instruments.calibration.meter import Meter
 from amp_fx.instruments.calibration.operands import attend
-from amp_fx.passes import Classify, Constrain, FuseCasts, InsertCasts, Pass, PassContext, PinDtypes
+from amp_fx.passes import (
+    Classify,
+    Constrain,
+    FuseCasts,
+    InsertCasts,
+    Pass,
+    PassContext,
+    PassResult,
+    PinDtypes,
+)
 from amp_fx.passes.base import run_in_order
 from amp_fx.precision.plans.label import Takes, label_of
 from amp_fx.precision.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity, as_number
@@ -42,7 +51,7 @@ class OneLow(Pass):
 
     call_name: str
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         for node in gm.graph.nodes:
             plan = label_of(node)
             if plan is None or plan.op_class is OpClass.KEEP or in_place_target(node) is not None:
@@ -50,7 +59,7 @@ class OneLow(Pass):
             plan.dtype = None if plan.traced is None else torch.float32
             if plan.name == self.call_name:
                 plan.dtype, plan.takes, plan.op_class = plan.low, Takes.DTYPE, OpClass.PROMOTE
-        return self.call_name
+        return PassResult(self.call_name, 1)
 
 
 class Ablation:

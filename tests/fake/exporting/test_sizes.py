@@ -34,7 +34,7 @@ def test_packages_join_and_pack_alike_whether_sizes_are_known(
     asked: list[ExportedProgram] = []
     monkeypatch.setattr(packaging, "compile_package", lambda program, *_: asked.append(program))
     # Inductor would hold what is packed
-    monkeypatch.setattr(packaging, "HoldPacked", lambda *_: SimpleNamespace(packed=(), held=()))
+    monkeypatch.setattr(packaging, "HoldPacked", lambda *_: SimpleNamespace(packed=()))
     shapes = tuple(dict.fromkeys(given, Dim.AUTO) for given in dims)
     # in fp32, which oneDNN packs on any CPU
     rules = {"rules": [{"op": op, "precision": "fp32"} for op in ("linear", "bmm")]}

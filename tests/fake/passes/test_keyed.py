@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import amp_fx
 import amp_fx.compiler.compiling
 from amp_fx._torch import graph_pass
-from amp_fx.graphs.keys import MARK
-from amp_fx.passes import Pass, PassContext
-from amp_fx.passes.base import CUSTOM, marked
+from amp_fx.graphs.keys import CUSTOM, MARK
+from amp_fx.passes import Pass, PassContext, PassResult
+from amp_fx.passes.base import marked
 from graphs import DEFAULTS
 from levels import MLP, options
 
@@ -32,10 +32,10 @@ class Reads(Pass):
     do: Callable[[fx.Node], Any]
     marks: tuple[str, ...] = ()
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)):
             self.do(node)
-        return ""
+        return PassResult("", 1)
 
 
 def graph() -> tuple[fx.GraphModule, fx.Node]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from amp_fx.passes import PassContext, QuantiseMatmuls
+from amp_fx.passes import PassContext, PassResult, QuantiseMatmuls
 from amp_fx.precision.plans.label import Kind
 from amp_fx.precision.policy.levels import NARROW_DTYPES, levels_of
 from levels import MLP, Step, calls, emulating_blocks, lies_right, lowered, options
@@ -91,7 +91,7 @@ def test_a_value_is_converted_once_for_all_that_read_it(
     # in the graph of forward and backward together: afterwards the backward may make copies again
     made, call = list[int](), QuantiseMatmuls.call
 
-    def counted(self: QuantiseMatmuls, gm: fx.GraphModule, context: PassContext) -> str:
+    def counted(self: QuantiseMatmuls, gm: fx.GraphModule, context: PassContext) -> PassResult:
         result = call(self, gm, context)
         made.append(len(conversions(gm)))
         return result

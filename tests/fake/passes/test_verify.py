@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from amp_fx import PassError, VerifyError
 from amp_fx.graphs.keys import STEP_META
 from amp_fx.graphs.rewriter import Rewriter
-from amp_fx.passes import FuseCasts, Pass, PassContext, Verify, run_passes
+from amp_fx.passes import FuseCasts, Pass, PassContext, PassResult, Verify, run_passes
 from amp_fx.precision.plans.label import label_of
 from graphs import PIPELINE, captured, run_until
 
@@ -98,7 +98,7 @@ def test_in_a_module_of_torch_that_has_no_line_of_the_users_the_module_is_named(
 class Broken(Pass):
     """Fails as a bug would."""
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """Fails."""
         raise ZeroDivisionError("by accident")
 
@@ -107,12 +107,12 @@ class Broken(Pass):
 class Tangle(Pass):
     """Leaves a graph that does not lint."""
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """Uses a value before it is made."""
         first, *_ = gm.graph.find_nodes(op="call_function", target=aten.matmul.default)
         (last,) = gm.graph.find_nodes(op="call_function", target=aten.exp.default)
         first.args = (last, last)
-        return "tangled"
+        return PassResult("tangled", 1)
 
 
 def test_the_runner_names_the_failing_pass_and_those_before_it() -> None:
@@ -123,7 +123,7 @@ def test_the_runner_names_the_failing_pass_and_those_before_it() -> None:
     assert isinstance(info.value.__cause__, ZeroDivisionError)
 
 
-def test_the_runner_lints_after_every_pass() -> None:
+def test_the_runner_lints_what_a_pass_has_changed() -> None:
     gm = captured(program, torch.randn(4, 4), torch.randn(4, 4))
     with pytest.raises(PassError, match="'tangle'"):
         run_passes(gm, (Tangle(),), PassContext())

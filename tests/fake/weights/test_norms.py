@@ -168,7 +168,7 @@ def test_a_package_has_the_shift_of_a_norm_as_a_bias_and_adds_what_the_program_a
     asked: list[Any] = []
     monkeypatch.setattr(packaging, "compile_package", lambda program, *_: asked.append(program))
     # Inductor would hold what is packed
-    monkeypatch.setattr(packaging, "HoldPacked", lambda *_: SimpleNamespace(packed=(), held=()))
+    monkeypatch.setattr(packaging, "HoldPacked", lambda *_: SimpleNamespace(packed=()))
     model = net(nn.Conv2d(3, 8, 3), norm(8)) if is_norm else Far().eval()
     amp_fx.package(amp_fx.export(model, (images(),)), "model.pt2", profile="off")
     added = [node for node in asked[0].graph.nodes if node.target is torch.ops.aten.add.Tensor]
