@@ -43,8 +43,8 @@ from amp_fx.precision.policy import Policy
 from amp_fx.precision.policy.table import device_row
 
 __all__ = [
-    "OUTLINE", "PARTITIONED", "PASSES", "Attend", "CallPacked", "ChooseAttention", "Classify", "Constrain",
-    "FuseCasts", "GemmEpilogue", "Given", "HoldPacked", "InsertCasts", "KeepStatistics", "KeepWeights",
+    "OPTIONAL", "OUTLINE", "PARTITIONED", "PASSES", "PLANNED", "Attend", "CallPacked", "ChooseAttention", "Classify",
+    "Constrain", "FuseCasts", "GemmEpilogue", "Given", "HoldPacked", "InsertCasts", "KeepStatistics", "KeepWeights",
     "LayOutGradients", "LayOutWeights", "LowerTransforms", "MarkCopies", "MarkMatmuls", "MarkStored", "Note", "Notes",
     "Pass", "PassContext", "PassResult", "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls",
     "ReadScales", "Replay", "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes",
@@ -53,6 +53,15 @@ __all__ = [
 
 #: name -> pass
 PASSES: Mapping[str, type[Pass]] = {kind.name: kind for kind in Pass.__subclasses__()}
+
+#: without these a graph is wrong, or not what its plan says
+_NEEDED = (
+    Attend, CallPacked, Classify, Constrain, HoldPacked, InsertCasts, KeepWeights, MarkMatmuls, MarkStored, PinDtypes,
+    Place, PlaceBySensitivity, QuantiseMatmuls, Replay, ScaleBackward, Verify,
+)  # fmt: skip
+#: names of the passes that may be disabled, and of those in whose place a plan decides
+OPTIONAL = tuple(sorted(name for name, kind in PASSES.items() if kind not in _NEEDED))
+PLANNED = (ChooseAttention.name, LowerTransforms.name, PlaceLevels.name)
 
 #: what a plan is matched with: calls and their classes
 OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
@@ -80,22 +89,21 @@ def parse_disabled(value: object) -> frozenset[str]:
     """The option ``disable_passes``; OptionsError for what is no list of names of passes that may be disabled."""
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise OptionsError(f"disable_passes must be a list of names of passes; got {value!r}.")
-    valid = sorted(name for name, kind in PASSES.items() if not kind.is_needed)
     for name in value:
-        if name in PASSES and name not in valid:
+        if name in PASSES and name not in OPTIONAL:
             raise OptionsError(
                 f"disable_passes cannot have {name!r}: without that pass a graph is wrong, or not what its plan says; "
-                f"valid: {', '.join(map(repr, valid))}."
+                f"valid: {', '.join(map(repr, OPTIONAL))}."
             )
-        one_of("pass", valid, name, "disable_passes")
+        one_of("pass", OPTIONAL, name, "disable_passes")
     return frozenset(value)
 
 
 def check_disabled(names: Collection[str], policy: Policy, *, is_planned: bool) -> None:
     """Raises OptionsError where a plan that is followed, or a rule, asks for what a disabled pass would do."""
     for name in sorted(names):
-        asked = "a plan" if is_planned and PASSES[name].is_planned else ""
-        if PASSES[name] is GemmEpilogue and any(rule.result is not None for rule in policy.rules):
+        asked = "a plan" if is_planned and name in PLANNED else ""
+        if name == GemmEpilogue.name and any(rule.result is not None for rule in policy.rules):
             asked = "a rule with 'result'"
         if asked:
             raise OptionsError(f"disable_passes has {name!r}, and {asked} asks for it; drop one of the two.")

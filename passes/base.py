@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch.fx as fx
-from amp_fx.passes.text import graph_text
 
 from amp_fx._torch import HigherOrderOperator, joint_roles, log_artifact
 from amp_fx.errors import PassError, PlanError
@@ -80,17 +79,10 @@ class PassResult:
 
 
 class Pass(abc.ABC):
-    """Base of all passes. Subclasses are frozen dataclasses; their fields are their options.
+    """Base of all passes. Subclasses are frozen dataclasses; their fields are their options."""
 
-    Attributes:
-        name: the class in kebab case, for logs and errors.
-        is_needed: without it a graph is wrong, or not what its plan says, so that it cannot be disabled.
-        is_planned: a plan that is followed decides in its place.
-    """
-
+    #: the class in kebab case, for logs and errors
     name: ClassVar[str]
-    is_needed: ClassVar[bool] = False
-    is_planned: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         cls.name = re.sub("(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
@@ -103,20 +95,7 @@ class Pass(abc.ABC):
 def run_passes(
     gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, notes: Notes | None = None
 ) -> Plan:
-    """Runs passes on a captured graph and on the bodies inside it.
-
-    Args:
-        gm: changed in place.
-        pipeline: the passes, in order.
-        context: what they read.
-        notes: what they note is added.
-
-    Returns:
-        The plan of the graph and its bodies.
-
-    Raises:
-        PassError, PlanError: as :func:`run_in_order`.
-    """
+    """As :func:`run_in_order` on a captured graph and on the bodies inside it; returns the plan of all of them."""
     notes = {} if notes is None else notes
     plan = Plan(policy=str(context.policy))
     for name, body in bodies(gm):
@@ -129,7 +108,7 @@ def run_passes(
     matched = [rule.to_dict() for rules in notes.get(Note.MATCHED, ()) for rule in rules]
     users_rules = [rule.to_dict() for rule in context.policy.users_rules]
     plan.unused_rules = [rule for rule in users_rules if rule not in matched]
-    log_artifact(f"amp_fx_{context.path}rewritten", lambda: gm.print_readable(print_output=False))
+    log_artifact(f"amp_fx_{context.path}rewritten", lambda: _readable(gm))
     add_graph(plan, gm, context.path)
     return plan
 
@@ -149,7 +128,7 @@ def run_in_order(
         if step.name in context.disabled:
             logger.debug("%s%s: disabled", context.path, step.name)
             continue
-        before, start = graph_text(gm) if is_heard else "", time.perf_counter()
+        before, start = _readable(gm) if is_heard else "", time.perf_counter()
         try:
             result = step.call(gm, context)
             if result.changed:
@@ -167,12 +146,16 @@ def run_in_order(
         if is_heard:
             name, took = f"{context.path}{step.name}", 1e3 * (time.perf_counter() - start)
             lines = difflib.unified_diff(
-                before.splitlines(), graph_text(gm).splitlines(), name, name, "", "", 1, ""
+                before.splitlines(), _readable(gm).splitlines(), name, name, "", "", 1, ""
             )
             logger.debug(
                 "%s: %s (%.1f ms)%s", name, result.summary, took, "".join(f"\n{line}" for line in lines)
             )
     gm.recompile()
+
+
+def _readable(gm: fx.GraphModule) -> str:
+    return gm.print_readable(print_output=False)
 
 
 def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:

@@ -16,7 +16,7 @@ import torch
 from torch import enable_grad, inference_mode, no_grad
 
 from amp_fx.compiler.settings import OptionNames
-from amp_fx.passes import PASSES
+from amp_fx.passes import OPTIONAL, PLANNED
 from combined_models import MODELS
 
 #: the name of a value for every axis
@@ -53,8 +53,8 @@ AXES: Mapping[str, Mapping[str, Any]] = {
     "plan": {"none": LEFT_OUT, "replayed": "a file", "measured": "a file"},
     "disable_passes": {
         "none": LEFT_OUT,
-        "deciding": ["choose-attention", "lower-transforms", "place-levels"],
-        "others": [name for name, kind in PASSES.items() if not kind.is_needed and not kind.is_planned],
+        "deciding": PLANNED,
+        "others": [name for name in OPTIONAL if name not in PLANNED],
     },
     # torch takes a mode or options, not both: a mode among options is what it stands for
     "mode": {"none": LEFT_OUT, "reduce-overhead": torch._inductor.list_mode_options("reduce-overhead")},

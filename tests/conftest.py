@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -16,7 +17,8 @@ import amp_fx.compiler.compiling
 from amp_fx._torch import multiplies_int8, onednn_computes
 from amp_fx.errors import PassError
 from amp_fx.graphs.keys import ATTENTION_MARK, CUSTOM, MARK, RESULT_MARK
-from amp_fx.passes import Notes, Pass, PassContext
+from amp_fx.passes import PASSES, Notes, Pass, PassContext, PassResult
+from amp_fx.passes.specs import spec_after
 from amp_fx.precision.placement.devices import builtin
 from holding import Held
 from versions import IS_2_11
@@ -144,6 +146,33 @@ def _only_keyed() -> Iterator[None]:
 
     with mock.patch.object(amp_fx.compiler.compiling, "run_in_order", guarded):
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _as_specified() -> Iterator[None]:
+    """What holds of a graph at a stage is checked after each pass, and that one that has changed nothing says so."""
+    with contextlib.ExitStack() as stack:
+        for kind in PASSES.values():
+            stack.enter_context(mock.patch.object(kind, "call", _checked(kind.call)))
+        yield
+
+
+def _checked(call: Callable[..., PassResult]) -> Callable[..., PassResult]:
+    def checked(self: Pass, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        before = _calls(gm)
+        result = call(self, gm, context)
+        if not result.changed and _calls(gm) != before:
+            raise AssertionError(f"{self.name} says that it has changed nothing: {result.summary}")
+        for what, holds in spec_after(self).items():
+            if wrong := [node.name for node in gm.graph.nodes if not holds(node)]:
+                raise AssertionError(f"after {self.name}, it does not hold of {wrong} that {what}")
+        return result
+
+    return checked
+
+
+def _calls(gm: fx.GraphModule) -> list[Any]:
+    return [(node, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
 
 
 class _Marks(dict[str, Any]):

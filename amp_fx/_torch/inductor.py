@@ -20,14 +20,11 @@ from amp_fx._torch.faults import faults_met, mended
 from amp_fx._torch.tracing import autocast_disabled
 
 __all__ = [
-    "AS_IT_IS", "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_mode_options",
+    "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_mode_options",
     "inductor_option_names", "joint_roles", "lays_out_convolutions", "program_outputs",
     "replace_inner_compile", "source_hash", "stock_inductor", "traced_anew", "tunes_kernels",
     "write_as_it_is",
 ]  # fmt: skip
-
-#: key of ``node.meta``, see :func:`write_as_it_is`
-AS_IT_IS = "inductor_realize_to_strides"
 
 
 def compile_with_inductor(
@@ -144,7 +141,7 @@ def graph_pass(
 
 def write_as_it_is(node: fx.Node) -> None:
     """Has Inductor write a value in its own shape and strides, as for small matmuls (``decompose_mem_bound_mm``)."""
-    node.meta[AS_IT_IS] = True
+    node.meta["inductor_realize_to_strides"] = True
 
 
 def lays_out_convolutions() -> bool:

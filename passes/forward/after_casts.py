@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -125,8 +124,6 @@ class Verify(Pass):
         mm = torch.ops.aten.matmul.default(x_bf16, w)        # w is f32
         VerifyError: mm (matmul) is planned as torch.bfloat16 but takes w in torch.float32 [train.py:7: x @ w]
     """
-
-    is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         checked = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -61,8 +60,6 @@ class PinDtypes(Pass):
         as_x = torch.ops.aten.to.dtype(y, torch.float32)
     """
 
-    is_needed: ClassVar[bool] = True
-
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         pinned = 0
         for node in gm.graph.nodes:
@@ -105,8 +102,6 @@ class Classify(Pass):
         linear      low    GEMM: tensor cores take 16-bit operands
         softmax     fp32   exponentials and their sum leave the low range
     """
-
-    is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         counts, matched = Counter[str](), set[Rule]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -35,8 +34,6 @@ class Constrain(Pass):
         # after
         masked = torch.ops.aten.masked_fill.Scalar(scores, mask, -3.4e38)   # fp32: scalar-range
     """
-
-    is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         pinned = 0

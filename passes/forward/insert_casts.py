@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -64,8 +63,6 @@ class InsertCasts(Pass):
         q = torch.ops.aten.linear.default(x_bf16, wq_bf16)
         q_f32 = torch.ops.aten.to.dtype(q, torch.float32)                   # returned
     """
-
-    is_needed: ClassVar[bool] = True
 
     stored: bool = False  # the program is stored, for any runtime
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -50,8 +49,6 @@ class LowerTransforms(Pass):
         _vmap_decrement_nesting()
         wide = torch.ops.aten.to.dtype(out, torch.float32)
     """
-
-    is_planned: ClassVar[bool] = True
 
     replays: bool = False  # as a plan has it
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import networkx as nx
 import torch
@@ -57,8 +56,6 @@ class Place(Pass):
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
         mm = torch.ops.aten.matmul.default(q, e)                    # bf16
     """
-
-    is_needed: ClassVar[bool] = True
 
     stored: bool = False  # the program is stored, with attention as it is
 
@@ -140,8 +137,6 @@ class Replay(Pass):
     A product whose result the plan has in fp32 runs in fp32 where no kernel reads low operands and returns that, and
     attention by the flash kernel where products cannot compute it: the plan may be of a call whose sizes were known.
     """
-
-    is_needed: ClassVar[bool] = True
 
     #: node name in this graph, with the path of its body -> what the plan has decided about it
     rows: Mapping[str, NodePlan] = field(hash=False)

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -166,8 +165,6 @@ class PlaceBySensitivity(Pass):
         square = torch.ops.aten.mul.Tensor(x, x)                    # f32, and so is the matmul
         mean = torch.ops.aten.mean.dim(square, [-1])                # f32
     """
-
-    is_needed: ClassVar[bool] = True
 
     #: call of this graph, with the path of its body -> what was measured
     rows: Mapping[str, CallSensitivity] = field(hash=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -86,8 +85,6 @@ class MarkStored(Pass):
         to = torch.ops.aten.to.dtype(w, torch.bfloat16)                 # w: f32
         # the same, with the mark Kept("w", "", torch.bfloat16)
     """
-
-    is_needed: ClassVar[bool] = True
 
     weights: tuple[tuple[str, ...], ...]  # names of inputs; those that hold the same weight stand together
     tables: str = "tied"  # or "low" or "keep": which tables of lookups are rounded
@@ -229,8 +226,6 @@ class KeepWeights(Pass):
         # after
         linear = torch.ops.aten.linear.default(x, w)        # fp32
     """
-
-    is_needed: ClassVar[bool] = True
 
     weights: tuple[str, ...]  # names of inputs
 

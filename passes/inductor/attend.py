@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -53,8 +52,6 @@ class Attend(Pass):
     in the kernel, which has probabilities in fp32, too. Calls are marked on the captured graph, by
     :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`.
     """
-
-    is_needed: ClassVar[bool] = True
 
     #: names in the plan of calls, and what computes them: with ``"products_low"``, scores are rounded to 16 bits
     computed_by: tuple[tuple[str, str], ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -40,8 +40,6 @@ class CallPacked(Pass):
         conv = torch.ops.mkldnn._convolution_pointwise.default(x, w_packed, b, ..., "none", [], "")
     """
 
-    is_needed: ClassVar[bool] = True
-
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         calls = {
             "amp_fx.packed_convolution.default": pointwise_convolution,
@@ -68,8 +66,6 @@ class HoldPacked(Pass):
         linear = torch.ops.mkldnn._linear_pointwise.default(x, w_packed, b, "none", [], "")   # w_packed: zeros
         # the same call, and w_packed is what oneDNN has packed
     """
-
-    is_needed: ClassVar[bool] = True
 
     packed: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)  # by the other's address
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -44,8 +43,6 @@ class ScaleBackward(Pass):
         mm = torch.ops.aten.mm.default(tangent_16, x)                                    # f16
         grad = torch.ops.aten.div.Tensor(mm, scale_1x1)                                  # f32
     """
-
-    is_needed: ClassVar[bool] = True
 
     scale: int  # position of the loss scale among the graph's inputs
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.fx as fx
 
@@ -38,8 +37,6 @@ class MarkMatmuls(Pass):
     Attributes:
         planned: a plan that is followed says what runs below 16 bits.
     """
-
-    is_needed: ClassVar[bool] = True
 
     planned: bool = False
 

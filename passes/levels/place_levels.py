@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -88,8 +87,6 @@ class PlaceLevels(Pass):
         marks: names in the plan of the calls that policy and plan let run below 16 bits; of a joint graph.
         hints: what the sizes that are not known are taken for.
     """
-
-    is_planned: ClassVar[bool] = True
 
     level: Level | None
     device: str

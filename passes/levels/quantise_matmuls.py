@@ -79,8 +79,6 @@ class QuantiseMatmuls(Pass):
             know as products of integers.
     """
 
-    is_needed: ClassVar[bool] = True
-
     joint: bool = True
     stored: bool = False
 

@@ -17,7 +17,7 @@ from torch import nn
 import amp_fx
 from amp_fx import OptionsError, Plan, PlanError, Policy, Rule
 from amp_fx.compiler.settings import LEVEL_OPTIONS, NUMERICS, WEIGHTS, OptionNames, Options
-from amp_fx.passes import PASSES
+from amp_fx.passes import OPTIONAL, PASSES, PLANNED
 from amp_fx.precision.placement.devices import builtin
 from amp_fx.precision.placement.profile import ProfileError
 from amp_fx.precision.plans.sensitivity import Sensitivity
@@ -131,13 +131,9 @@ def test_inductor_options_by_their_own_names_and_those_of_modes() -> None:
         ({"disable_passes": ["gemm-epilog"]}, r"Did you mean 'gemm-epilogue'"),
         *(
             ({"disable_passes": ["fuse-casts", name]}, rf"'{name}'.*without.*'fuse-casts'")
-            for name, kind in PASSES.items()
-            if kind.is_needed
+            for name in sorted(PASSES.keys() - OPTIONAL)
         ),
-        *(
-            ({"disable_passes": [name], "plan": Plan("0/0")}, f"'{name}'.*plan")
-            for name in ("choose-attention", "lower-transforms", "place-levels")
-        ),
+        *(({"disable_passes": [name], "plan": Plan("0/0")}, f"'{name}'.*plan") for name in PLANNED),
         ({"disable_passes": ["gemm-epilogue"], "policy": {"rules": [WIDE]}}, r"'gemm-epilogue'.*'result'"),
         ({"profile": 3}, "profile .*'auto', 'off'.*3"),
         *(({"dtype": bad}, rf"{re.escape(repr(bad))}.*'auto', 'bfloat16', 'float16'") for bad in BAD_DTYPES),
@@ -161,8 +157,7 @@ def test_options_survive_copying_and_pickling_and_policies_print_the_form_that_t
 
 
 def test_passes_are_disabled_by_name_also_with_a_plan_that_decides_nothing_of_them() -> None:
-    names = [name for name, kind in PASSES.items() if not kind.is_needed]
-    assert Options.parse(None, {"disable_passes": names}).disable_passes == set(names)
+    assert Options.parse(None, {"disable_passes": OPTIONAL}).disable_passes == {*OPTIONAL}
     given = {"disable_passes": ["fuse-casts"], "plan": Plan("0/0")}
     assert Options.parse(None, given).disable_passes == {"fuse-casts"}
 

@@ -1,4 +1,4 @@
-"""A graph as FX text, as docstrings of passes and logs show it."""
+"""A graph as FX text, as docstrings of passes show it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import AS_IT_IS, OpOverload
+from amp_fx._torch import OpOverload
 from amp_fx.graphs.calls import target_name
 from amp_fx.graphs.keys import (
     ATTENTION_MARK,
@@ -27,7 +27,8 @@ from amp_fx.precision.plans.plan import dtype_name
 #: what passes note of a node for others -> its words in a text
 NOTED = {
     CAST_META: "inserted", STEP_META: "step", TIED: "tied", MAY_ROUND: "may round", KEPT_META: "kept", LEVEL: "level",
-    MARK: "may run below", RESULT_MARK: "wide result", ATTENTION_MARK: "attention", AS_IT_IS: "written as it is",
+    MARK: "may run below", RESULT_MARK: "wide result", ATTENTION_MARK: "attention",
+    "inductor_realize_to_strides": "written as it is",
 }  # fmt: skip
 
 
