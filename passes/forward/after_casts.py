@@ -43,11 +43,16 @@ class FuseCasts(Pass):
 
     Before, and after::
 
-        wide = torch.ops.aten.to.dtype(x_bf16, torch.float32)       # the program's .float()
-        low = torch.ops.aten.to.dtype(wide, torch.bfloat16)         # inserted
+        x: bf16[4, 4]; w: bf16[4, 4]
+        # the program's .float()
+        wide = torch.ops.aten.to.dtype(x, torch.float32)
+        low = torch.ops.aten.to.dtype(wide, torch.bfloat16)         # bf16[4, 4]; inserted
         mm = torch.ops.aten.matmul.default(low, w)
+        return [wide, mm]
         # after
-        mm = torch.ops.aten.matmul.default(x_bf16, w)
+        wide = torch.ops.aten.to.dtype(x, torch.float32)
+        mm = torch.ops.aten.matmul.default(x, w)
+        return [wide, mm]
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -119,10 +124,12 @@ class Verify(Pass):
     3. ``low`` and ``fp32`` ops take and produce the planned dtype; fake tensors let a matmul have two.
     4. the graph's outputs have the dtypes and sizes of the program as traced.
 
-    The graph is not changed::
+    A graph that no casts were inserted into::
 
-        mm = torch.ops.aten.matmul.default(x_bf16, w)        # w is f32
-        VerifyError: mm (matmul) is planned as torch.bfloat16 but takes w in torch.float32 [train.py:7: x @ w]
+        x: f32[4, 4]; w: f32[4, 4]
+        mm = torch.ops.aten.matmul.default(x, w)                    # f32[4, 4]; low in bf16
+        return mm
+        # raises VerifyError: mm (matmul) is planned as torch.bfloat16 but gives torch.float32
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:

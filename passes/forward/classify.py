@@ -53,11 +53,14 @@ class PinDtypes(Pass):
 
     Before, and after::
 
-        zeros = torch.ops.aten.zeros_like.default(x)                    # f32
-        as_x = torch.ops.aten.type_as.default(y, x)                     # f32
+        x: f32[4]; y: bf16[4]
+        zeros = torch.ops.aten.zeros_like.default(x)
+        as_x = torch.ops.aten.type_as.default(y, x)
+        return [zeros, as_x]
         # after
         zeros = torch.ops.aten.zeros_like.default(x, dtype=torch.float32)
         as_x = torch.ops.aten.to.dtype(y, torch.float32)
+        return [zeros, as_x]
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -96,11 +99,14 @@ class Classify(Pass):
 
     Before, and after::
 
-        linear = torch.ops.aten.linear.default(x, weight, bias)         # f32
-        softmax = torch.ops.aten.softmax.int(linear, -1)                # f32
-        # after, on CUDA (nodes unchanged, ``meta["amp_fx"]`` added)
-        linear      low    GEMM: tensor cores take 16-bit operands
-        softmax     fp32   exponentials and their sum leave the low range
+        x: f32[2, 4]; weight: f32[4, 4]
+        linear = torch.ops.aten.linear.default(x, weight)
+        softmax = torch.ops.aten.softmax.int(linear, -1)
+        return softmax
+        # after, on CUDA
+        linear = torch.ops.aten.linear.default(x, weight)       # f32[2, 4]; low: listed
+        softmax = torch.ops.aten.softmax.int(linear, -1)        # f32[2, 4]; fp32: listed
+        return softmax
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:

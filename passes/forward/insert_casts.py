@@ -56,12 +56,19 @@ class InsertCasts(Pass):
 
     Before, and after::
 
-        q = torch.ops.aten.linear.default(x, wq)                            # returned
-        # after; another linear of x reads x_bf16, too
-        x_bf16 = torch.ops.aten.to.dtype(x, torch.bfloat16)
-        wq_bf16 = torch.ops.aten.to.dtype(wq, torch.bfloat16)
-        q = torch.ops.aten.linear.default(x_bf16, wq_bf16)
-        q_f32 = torch.ops.aten.to.dtype(q, torch.float32)                   # returned
+        x: f32[2, 4]; wq: f32[4, 4]; wk: f32[4, 4]
+        q = torch.ops.aten.linear.default(x, wq)                            # low in bf16
+        k = torch.ops.aten.linear.default(x, wk)                            # low in bf16
+        return [q, k]
+        # after
+        x_low = torch.ops.aten.to.dtype(x, torch.bfloat16)                  # bf16[2, 4]; inserted
+        wq_low = torch.ops.aten.to.dtype(wq, torch.bfloat16)                # bf16[4, 4]; inserted
+        q = torch.ops.aten.linear.default(x_low, wq_low)                    # bf16[2, 4]
+        wk_low = torch.ops.aten.to.dtype(wk, torch.bfloat16)
+        k = torch.ops.aten.linear.default(x_low, wk_low)
+        q_wide = torch.ops.aten.to.dtype(q, torch.float32)                  # f32[2, 4]; inserted
+        k_wide = torch.ops.aten.to.dtype(k, torch.float32)
+        return [q_wide, k_wide]
     """
 
     stored: bool = False  # the program is stored, for any runtime

@@ -34,20 +34,23 @@ class LowerTransforms(Pass):
 
     Before, and after::
 
-        _vmap_increment_nesting(8, "error")
+        w: f32[4, 4]; x: f32[8, 4]
+        opened = _vmap_increment_nesting(8, 'error')
         row = _add_batch_dim(x, 0, 1)
-        y = torch._C._nn.linear(row, weight)
-        out = _remove_batch_dim(y, 1, 8, 0)                 # f32
-        _vmap_decrement_nesting()
+        y = linear(row, w)
+        out = _remove_batch_dim(y, 1, 8, 0)                         # f32[8, 4]
+        closed = _vmap_decrement_nesting()
+        return (out,)
         # after
-        _vmap_increment_nesting(8, "error")
-        on = _enter_autocast("cpu", torch.bfloat16, True, False)
+        opened = _vmap_increment_nesting(8, 'error')
+        on = _enter_autocast('cpu', torch.bfloat16, True, False)
         row = _add_batch_dim(x, 0, 1)
-        y = torch._C._nn.linear(row, weight)
-        out = _remove_batch_dim(y, 1, 8, 0)                 # bf16
-        _exit_autocast(on)
-        _vmap_decrement_nesting()
-        wide = torch.ops.aten.to.dtype(out, torch.float32)
+        y = linear(row, w)
+        out = _remove_batch_dim(y, 1, 8, 0)
+        off = _exit_autocast(on)
+        closed = _vmap_decrement_nesting()
+        wide = torch.ops.aten.to.dtype(out, torch.float32)          # f32[8, 4]; inserted
+        return (wide,)
     """
 
     replays: bool = False  # as a plan has it

@@ -48,13 +48,16 @@ class Place(Pass):
     fp32. (Inductor fuses the sum of a bias's gradient with what makes it less often where a view stands behind a cast.)
     ``numerics="eager"`` keeps autocast's own placement, and so does a graph with two low dtypes.
 
-    Before (dtypes as autocast would have them), and after::
+    Before, and after::
 
-        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # f32, follow; kv has 1 head
-        mm = torch.ops.aten.matmul.default(q, e)                    # bf16
-        # after: the cast to bf16 stands before the expand, which moves a quarter of the elements
-        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
-        mm = torch.ops.aten.matmul.default(q, e)                    # bf16
+        q: f32[8, 4, 512, 512]; kv: f32[8, 1, 512, 64]
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # follow
+        mm = torch.ops.aten.matmul.default(q, e)                    # low
+        return mm
+        # after: the cast to bf16 stands before the expand, and moves a quarter of the elements
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # follow in bf16
+        mm = torch.ops.aten.matmul.default(q, e)                    # low in bf16
+        return mm
     """
 
     stored: bool = False  # the program is stored, with attention as it is
@@ -128,11 +131,14 @@ def _why(plan: Label, dtype: torch.dtype) -> Reason:
 class Replay(Pass):
     """Stands where ``place`` does when the user gives a plan.
 
-    Before (dtypes as autocast would have them), and after::
+    Before, and after::
 
-        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # f32
+        kv: f32[8, 1, 512, 64]
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # follow
+        return e
         # after, where the plan has bf16 for the call
-        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # follow in bf16
+        return e
 
     A product whose result the plan has in fp32 runs in fp32 where no kernel reads low operands and returns that, and
     attention by the flash kernel where products cannot compute it: the plan may be of a call whose sizes were known.

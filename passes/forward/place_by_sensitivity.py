@@ -157,13 +157,18 @@ class PlaceBySensitivity(Pass):
     of no list goes low where it does not. What hazards and the user's rules pin stays pinned, and what was not
     measured is as autocast has it.
 
-    Before (dtypes as autocast would have them), and after::
+    Before, and after::
 
-        square = torch.ops.aten.mul.Tensor(x, x)                    # bf16: x comes out of a matmul
-        mean = torch.ops.aten.mean.dim(square, [-1])                # bf16
-        # after, where rounding x adds more error than an fp32 matmul costs time
-        square = torch.ops.aten.mul.Tensor(x, x)                    # f32, and so is the matmul
-        mean = torch.ops.aten.mean.dim(square, [-1])                # f32
+        x: f32[64, 64]; w: f32[64, 64]
+        mm = torch.ops.aten.matmul.default(x, w)                    # low
+        square = torch.ops.aten.mul.Tensor(mm, mm)                  # promote
+        mean = torch.ops.aten.mean.dim(square, [-1])                # promote
+        return mean
+        # after, where rounding mm adds more error than is allowed
+        mm = torch.ops.aten.matmul.default(x, w)                    # low in f32
+        square = torch.ops.aten.mul.Tensor(mm, mm)                  # promote in f32
+        mean = torch.ops.aten.mean.dim(square, [-1])                # promote in f32
+        return mean
     """
 
     #: call of this graph, with the path of its body -> what was measured

@@ -37,8 +37,14 @@ class MarkCopies(Pass):
 
     Before, and after::
 
-        to = torch.ops.aten.to.dtype(w, torch.bfloat16)                 # w: f32, an input
-        # the same, with the mark Kept("w", "_bfloat16", torch.bfloat16)
+        x: bf16[2, 4]; w: f32[4, 4]
+        low = torch.ops.aten.to.dtype(w, torch.bfloat16)        # bf16[4, 4]; inserted
+        linear = torch.ops.aten.linear.default(x, low)
+        return linear
+        # after
+        low = torch.ops.aten.to.dtype(w, torch.bfloat16)        # bf16[4, 4]; inserted; kept w _bfloat16 torch.bfloat16
+        linear = torch.ops.aten.linear.default(x, low)
+        return linear
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -82,8 +88,14 @@ class MarkStored(Pass):
 
     Before, and after::
 
-        to = torch.ops.aten.to.dtype(w, torch.bfloat16)                 # w: f32
-        # the same, with the mark Kept("w", "", torch.bfloat16)
+        x: bf16[2, 4]; w: f32[4, 4]
+        low = torch.ops.aten.to.dtype(w, torch.bfloat16)        # bf16[4, 4]; inserted
+        linear = torch.ops.aten.linear.default(x, low)
+        return linear
+        # after
+        low = torch.ops.aten.to.dtype(w, torch.bfloat16)        # bf16[4, 4]; inserted; kept w torch.bfloat16
+        linear = torch.ops.aten.linear.default(x, low)
+        return linear
     """
 
     weights: tuple[tuple[str, ...], ...]  # names of inputs; those that hold the same weight stand together
@@ -222,9 +234,12 @@ class KeepWeights(Pass):
 
     Before, and after::
 
-        linear = torch.ops.aten.linear.default(x, w)        # low; a value of w is infinite in fp16
-        # after
-        linear = torch.ops.aten.linear.default(x, w)        # fp32
+        x: f32[2, 4]; w: f32[4, 4]
+        linear = torch.ops.aten.linear.default(x, w)        # low
+        return linear
+        # after: a value of w is infinite in fp16
+        linear = torch.ops.aten.linear.default(x, w)        # fp32: weight-range
+        return linear
     """
 
     weights: tuple[str, ...]  # names of inputs

@@ -33,10 +33,15 @@ class KeepStatistics(Pass):
 
     Before, and after::
 
+        rsqrt: f32[8, 32, 1]; grad: f32[8, 32, 64]
         low = torch.ops.prims.convert_element_type.default(rsqrt, torch.bfloat16)       # bf16[8, 32, 1]
-        share = torch.ops.aten.div.Tensor(low, 64)                                      # bf16[8, 32, 1], backward
-        # after
-        share = torch.ops.aten.div.Tensor(rsqrt, 64)                                    # f32[8, 32, 1], backward
+        share = torch.ops.aten.div.Tensor(low, 64)                                      # bf16[8, 32, 1]
+        product = torch.ops.aten.mul.Tensor(grad, share)                                # f32[8, 32, 64]
+        return product
+        # after; both calls are of the norm's backward
+        share = torch.ops.aten.div.Tensor(rsqrt, 64)                                    # f32[8, 32, 1]
+        product = torch.ops.aten.mul.Tensor(grad, share)                                # f32[8, 32, 64]
+        return product
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -89,11 +94,20 @@ class LayOutGradients(Pass):
 
     Before, and after::
 
-        backward = torch.ops.aten.convolution_backward.default(grad, x_16, w_16, ...)
-        grad_w = backward[1]                                                             # bf16[O, I, 3, 3]
+        grad: bf16[1, 64, 8, 8]; x: bf16[1, 64, 8, 8]; w: f32[64, 64, 3, 3]
+        w_16 = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)
+        both = torch.ops.aten.convolution_backward.default(
+            grad, x, w_16, [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])
+        grad_w = getitem(both, 1)                                                       # bf16[64, 64, 3, 3]
         wide = torch.ops.prims.convert_element_type.default(grad_w, torch.float32)
+        return wide
         # after
-        wide = torch.ops.amp_fx.convert.default(grad_w, torch.float32, [I * 9, 9, 3, 1])
+        w_16 = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)
+        both = torch.ops.aten.convolution_backward.default(
+            grad, x, w_16, [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])
+        grad_w = getitem(both, 1)
+        wide = torch.ops.amp_fx.convert.default(grad_w, torch.float32, [576, 9, 3, 1])
+        return wide
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -124,12 +138,15 @@ class SeparateOutputs(Pass):
 
     Before, and after::
 
-        wide = torch.ops.prims.convert_element_type.default(logits, torch.float32)      # bf16 to f32
+        logits: bf16[8, 32]; amax: f32[8, 1]
+        wide = torch.ops.prims.convert_element_type.default(logits, torch.float32)
         sub = torch.ops.aten.sub.Tensor(wide, amax)
-        return [wide, loss]
-        # after, the cast above is within sub's kernel
-        wide_1 = torch.ops.prims.convert_element_type.default(logits, torch.float32)
-        return [wide_1, loss]
+        return [wide, sub]
+        # after, the first cast is within sub's kernel
+        wide = torch.ops.prims.convert_element_type.default(logits, torch.float32)
+        returned = torch.ops.prims.convert_element_type.default(logits, torch.float32)
+        sub = torch.ops.aten.sub.Tensor(wide, amax)
+        return [returned, sub]
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -167,11 +184,14 @@ class LayOutWeights(Pass):
 
     Before, and after::
 
-        w_16 = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)           # bf16[O, I, 3, 3]
-        conv = torch.ops.aten.convolution.default(x_16, w_16, ...)
+        x: bf16[1, 64, 8, 8]; w: f32[64, 64, 3, 3]
+        w_16 = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)
+        conv = torch.ops.aten.convolution.default(x, w_16, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        return conv
         # after
-        w_16 = torch.ops.amp_fx.convert.default(w, torch.bfloat16, [I * 9, 1, I * 3, I])
-        conv = torch.ops.aten.convolution.default(x_16, w_16, ...)
+        w_16 = torch.ops.amp_fx.convert.default(w, torch.bfloat16, [576, 1, 192, 64])
+        conv = torch.ops.aten.convolution.default(x, w_16, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        return conv
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -205,13 +225,18 @@ class WriteCasts(Pass):
 
     Before, and after::
 
-        add = torch.ops.aten.add.Tensor(residual, grad)                                   # f32[8, 1024, 768]
-        low = torch.ops.prims.convert_element_type.default(add, torch.bfloat16)           # bf16[8, 1024, 768]
-        rows = torch.ops.aten.view.default(low, [8192, 768])                              # what Inductor writes
-        mm = torch.ops.aten.mm.default(rows, w)
-        # after
-        low = torch.ops.prims.convert_element_type.default(add, torch.bfloat16)           # what Inductor writes
+        residual: f32[8, 1024, 768]; grad: f32[8, 1024, 768]; w: bf16[768, 64]
+        add = torch.ops.aten.add.Tensor(residual, grad)
+        low = torch.ops.prims.convert_element_type.default(add, torch.bfloat16)
         rows = torch.ops.aten.view.default(low, [8192, 768])
+        mm = torch.ops.aten.mm.default(rows, w)
+        return [add, mm]
+        # after, on CUDA; before, Inductor writes the rows
+        add = torch.ops.aten.add.Tensor(residual, grad)
+        low = torch.ops.prims.convert_element_type.default(add, torch.bfloat16)   # bf16[8, 1024, 768]; written as it is
+        rows = torch.ops.aten.view.default(low, [8192, 768])
+        mm = torch.ops.aten.mm.default(rows, w)
+        return [add, mm]
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:

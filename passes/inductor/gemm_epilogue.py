@@ -49,12 +49,13 @@ class GemmEpilogue(Pass):
 
     Before, and after::
 
-        mm = torch.ops.aten.mm.default(grad_t, x)                                        # bf16
-        wide = torch.ops.prims.convert_element_type.default(mm, torch.float32)           # f32
-        return [y, wide]
+        grad_t: bf16[64, 32]; x: bf16[32, 16]
+        mm = torch.ops.aten.mm.default(grad_t, x)                                        # bf16[64, 16]
+        wide = torch.ops.prims.convert_element_type.default(mm, torch.float32)           # f32[64, 16]
+        return [wide]
         # after
-        mm = torch.ops.aten.mm.dtype(grad_t, x, torch.float32)                           # f32
-        return [y, mm]
+        mm = torch.ops.aten.mm.dtype(grad_t, x, torch.float32)                           # f32[64, 16]
+        return [mm]
     """
 
     marks: tuple[str, ...] = ()  # names in the plan of the calls of case 5

@@ -35,9 +35,14 @@ class CallPacked(Pass):
 
     Before, and after::
 
-        conv = torch.ops.amp_fx.packed_convolution.default(x, w_packed, b, [1, 1], ...)
+        x: f32[1, 8, 6, 6]; w_packed: f32[8, 8, 3, 3]
+        conv = torch.ops.amp_fx.packed_convolution.default(
+            x, w_packed, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, True)
+        return conv
         # after
-        conv = torch.ops.mkldnn._convolution_pointwise.default(x, w_packed, b, ..., "none", [], "")
+        conv = torch.ops.mkldnn._convolution_pointwise.default(
+            x, w_packed, None, [0, 0], [1, 1], [1, 1], 1, 'none', [], '')
+        return conv
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -63,8 +68,14 @@ class HoldPacked(Pass):
 
     Before, and after::
 
-        linear = torch.ops.mkldnn._linear_pointwise.default(x, w_packed, b, "none", [], "")   # w_packed: zeros
-        # the same call, and w_packed is what oneDNN has packed
+        x: f32[2, 8]
+        w = self.w_packed
+        linear = torch.ops.aten.linear.default(x, w)
+        return linear
+        # after: the same code, and w_packed, which was zeros, is what oneDNN has packed
+        w = self.w_packed
+        linear = torch.ops.aten.linear.default(x, w)
+        return linear
     """
 
     packed: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)  # by the other's address
@@ -95,12 +106,21 @@ class ReadScales(Pass):
 
     Before, and after::
 
+        norm: f32[2, 8]
         quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default(norm, 0.0125, 131, 0, 255, torch.uint8)
-        # after, with ``amp_fx_scale_0`` a constant of the graph
-        mul = torch.ops.aten.mul.Tensor(norm, amp_fx_scale_0[0:1])
-        add = torch.ops.aten.add.Tensor(torch.ops.aten.round.default(mul), amp_fx_scale_0[1:2])
-        clamp = torch.ops.aten.clamp_max.default(torch.ops.aten.clamp_min.default(add, 0), 255)
-        quantize = torch.ops.prims.convert_element_type.default(clamp, torch.uint8)
+        return quantize
+        # after
+        constant = self.amp_fx_scale_0                                          # f32[16]
+        scale = torch.ops.aten.slice.Tensor(constant, 0, 0, 1)
+        zero = torch.ops.aten.slice.Tensor(constant, 0, 1, 2)
+        wide = torch.ops.prims.convert_element_type.default(norm, torch.float32)
+        mul = torch.ops.aten.mul.Tensor(wide, scale)
+        rounded = torch.ops.aten.round.default(mul)
+        add = torch.ops.aten.add.Tensor(rounded, zero)
+        least = torch.ops.aten.clamp_min.default(add, 0)
+        most = torch.ops.aten.clamp_max.default(least, 255)
+        quantize = torch.ops.prims.convert_element_type.default(most, torch.uint8)
+        return quantize
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:

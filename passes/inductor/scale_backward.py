@@ -36,12 +36,21 @@ class ScaleBackward(Pass):
 
     Before, and after::
 
-        mm = torch.ops.aten.mm.default(tangent_16, x)                                    # f16
-        grad = torch.ops.prims.convert_element_type.default(mm, torch.float32)           # f32
+        x: f16[4, 8]; scale: f32; tangent: f32[4, 2]
+        low = torch.ops.prims.convert_element_type.default(tangent, torch.float16)
+        turned = torch.ops.aten.permute.default(low, [1, 0])
+        mm = torch.ops.aten.mm.default(turned, x)                                        # f16[2, 8]
+        grad = torch.ops.prims.convert_element_type.default(mm, torch.float32)           # f32[2, 8]
+        return [x, grad]
         # after
-        mul = torch.ops.aten.mul.Tensor(tangent, scale)                                  # f32, becomes tangent_16
-        mm = torch.ops.aten.mm.default(tangent_16, x)                                    # f16
-        grad = torch.ops.aten.div.Tensor(mm, scale_1x1)                                  # f32
+        mul = torch.ops.aten.mul.Tensor(tangent, scale)                                  # f32[4, 2]
+        low = torch.ops.prims.convert_element_type.default(mul, torch.float16)
+        turned = torch.ops.aten.permute.default(low, [1, 0])
+        mm = torch.ops.aten.mm.default(turned, x)
+        grad = torch.ops.prims.convert_element_type.default(mm, torch.float32)
+        scale_1x1 = torch.ops.aten.view.default(scale, [1, 1])
+        div = torch.ops.aten.div.Tensor(mm, scale_1x1)                                   # f32[2, 8]
+        return [x, div]
     """
 
     scale: int  # position of the loss scale among the graph's inputs

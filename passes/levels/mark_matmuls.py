@@ -30,9 +30,14 @@ class MarkMatmuls(Pass):
        could run so is a :class:`amp_fx.PlanError`; how many tokens there are is another matter: they may change.
 
     No cache knows ``meta``: :class:`PlaceLevels` has the names of all that is marked, and sees no other mark. The graph
-    is not changed, only ``meta``::
+    Before, and after::
 
-        linear = torch.ops.aten.linear.default(x_16, w_16)     # meta["custom"] = {"amp_fx_level": "linear"}
+        x: bf16[16, 32]; w: bf16[64, 32]
+        linear = torch.ops.aten.linear.default(x, w)        # keep in bf16: low-already
+        return linear
+        # after
+        linear = torch.ops.aten.linear.default(x, w)        # keep in bf16: low-already; may run below linear
+        return linear
 
     Attributes:
         planned: a plan that is followed says what runs below 16 bits.

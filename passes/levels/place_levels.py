@@ -69,9 +69,16 @@ class PlaceLevels(Pass):
     A plan takes the place of 3 to 7; a rule that names the level, of 3, 6 and 7. Of the implementations that take a
     matmul, the one that costs the least multiplies.
 
-    The graph is not changed, only ``meta``::
+    Before, and after::
 
-        mm = torch.ops.aten.mm.default(view, permute)          # meta["amp_fx_level"] is LEVELS["rowwise"], scaled_mm
+        x: bf16[32, 64]; w: bf16[64, 64]; head: bf16[64, 16]
+        mm = torch.ops.aten.mm.default(x, w)                # bf16[32, 64]
+        logits = torch.ops.aten.mm.default(mm, head)        # bf16[32, 16]
+        return logits
+        # after; the last linear stays low
+        mm = torch.ops.aten.mm.default(x, w)                # bf16[32, 64]; level rowwise
+        logits = torch.ops.aten.mm.default(mm, head)
+        return logits
 
     Attributes:
         level: the level below; None: a plan says it of each.
@@ -133,9 +140,8 @@ class PlaceLevels(Pass):
 
     def _is_candidate(self, matmul: Matmul, context: PassContext) -> bool:
         level = self._wanted(matmul)
-        if matmul.is_convolution and (
-            level is None or not any(way.measured for way in level.implementations)
-        ):
+        ways = () if level is None else level.implementations
+        if matmul.is_convolution and not any(way.measured for way in ways):
             return False
         by_plan = self.level is None and matmul.node.meta["val"].dtype is torch.float32
         return level is not None if by_plan else may_run_below(matmul.node, context)
@@ -219,9 +225,8 @@ class PlaceLevels(Pass):
     def _why(self, matmul: Matmul, level: Level | None, way: Implementation | Reason) -> Reason:
         wanted = self._wanted(matmul)
         if isinstance(way, Reason):
-            if self.level is None and wanted is not None:
-                return replace(way, values={**way.values, "planned": wanted.policy})
-            return way
+            planned = {"planned": wanted.policy} if self.level is None and wanted is not None else {}
+            return replace(way, values={**way.values, **planned})
         if level is None:
             kind = Kind.LEVEL_DEARER if self.budget is None else Kind.LEVEL_OVER_BUDGET
             return Reason.of(kind, policy=None if wanted is None else wanted.policy)

@@ -60,18 +60,32 @@ class QuantiseMatmuls(Pass):
     6. a value with an infinity or NaN has a scale of zero or NaN: everything that depends on the scale becomes NaN,
        which a loss scaler sees as it does the infinity. By the scale of a plan these become finite.
 
-    Before, with ``w`` of 512 rows::
+    Before, and after::
 
-        w_16 = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)
-        w_t = torch.ops.aten.permute.default(w_16, [1, 0])
-        mm = torch.ops.aten.mm.default(x, w_t)                                          # bf16[8192, 512]
-
-    After, by row, and likewise for ``x``::
-
-        amax = torch.ops.aten.amax.default(torch.ops.aten.abs.default(w), [1], True)    # f32[512, 1]
-        scale = exp2(floor(log2(448 / clamp_min(amax, 2**-100))))
-        w_8 = torch.ops.prims.convert_element_type.default(clamp(w * scale), torch.float8_e4m3fn)
-        mm = torch.ops.aten._scaled_mm.default(x_8, w_8.t(), 1 / x_scale, 1 / scale, None, None, torch.bfloat16, True)
+        x: bf16[64, 64]
+        x_t = torch.ops.aten.permute.default(x, [1, 0])
+        mm = torch.ops.aten.mm.default(x, x_t)                                          # bf16[64, 64]; level tensorwise
+        return mm
+        # after: one scale and one copy of x; of a value of zeros, the scale is finite
+        magnitude = torch.ops.aten.abs.default(x)
+        amax = torch.ops.aten.amax.default(magnitude, [-1], True)                       # bf16[64, 1]
+        amax = torch.ops.aten.amax.default(amax, [0], True)                             # bf16[1, 1]
+        amax = torch.ops.prims.convert_element_type.default(amax, torch.float32)
+        amax = torch.ops.aten.clamp_min.default(amax, 7.888609052210118e-31)
+        inverse = torch.ops.aten.reciprocal.default(amax)
+        scale = torch.ops.aten.mul.Tensor(inverse, 448.0)                               # f32[1, 1]
+        scale = torch.ops.aten.as_strided.default(scale, [1, 1], [1, 1])
+        factor = torch.ops.aten.reciprocal.default(scale)
+        wide = torch.ops.aten.mul.Tensor(x, scale)                                      # f32[64, 64]
+        wide = torch.ops.aten.clamp_min.default(wide, -448.0)
+        wide = torch.ops.aten.clamp_max.default(wide, 448.0)
+        x_8 = torch.ops.prims.convert_element_type.default(wide, torch.float8_e4m3fn)   # f8_e4m3fn[64, 64]
+        rows = torch.ops.aten.as_strided.default(x_8, [64, 64], [64, 1])
+        columns = torch.ops.aten.permute.default(rows, [1, 0])
+        one = torch.ops.aten.view.default(factor, [])
+        other = torch.ops.aten.view.default(factor, [])
+        mm = torch.ops.aten._scaled_mm.default(rows, columns, one, other, None, None, torch.bfloat16, True)
+        return mm
 
     Attributes:
         joint: False on a captured graph.
