@@ -36,12 +36,6 @@ def test_one_cast_serves_all_readers_of_a_value(training: bool) -> None:
     assert of_x.bytes == x.numel() * (4 + 2)
 
 
-def test_the_pass_itself_makes_one_cast_of_a_value() -> None:
-    # later, equal casts are fused
-    gm = run_until(InsertCasts, lambda x, q, k: (x @ q, x @ k), X, W, Y).gm
-    assert casts_of(gm) == {DOWN: 3, UP: 2}
-
-
 @checked(X, W, casts={DOWN: 4, UP: 3}, dtypes={"add_": "float32"})
 def test_a_cast_is_not_shared_across_a_write_to_its_source_or_to_a_view(
     x: Tensor, w: Tensor
@@ -198,13 +192,6 @@ def widened(x: Tensor, w: Tensor) -> Tensor:
 
 def rounded(x: Tensor, w: Tensor) -> Tensor:
     return torch.matmul(x.to(BF16).float(), w)
-
-
-def test_narrowing_what_was_widened_is_the_value_itself() -> None:
-    assert matmul_of(rewrite(widened, X.to(BF16), W).gm).args[0].op == "placeholder"  # type: ignore[union-attr]  # nodes
-    gm = run_until(FuseCasts, widened, X.to(BF16), W).gm
-    casts = gm.graph.find_nodes(op="call_function", target=aten.to.dtype)
-    assert not [cast for cast in casts if cast.meta.get(CAST_META) and cast.args[0].name == "to"]
 
 
 def test_narrowing_to_another_dtype_is_no_round_trip() -> None:
