@@ -163,9 +163,9 @@ def _checked(call: Callable[..., PassResult]) -> Callable[..., PassResult]:
         result = call(self, gm, context)
         if not result.changed and _calls(gm) != before:
             raise AssertionError(f"{self.name} says that it has changed nothing: {result.summary}")
-        for what, holds in spec_after(self).items():
+        for holds in spec_after(self):
             if wrong := [node.name for node in gm.graph.nodes if not holds(node)]:
-                raise AssertionError(f"after {self.name}, it does not hold of {wrong} that {what}")
+                raise AssertionError(f"after {self.name}, {holds.__name__} does not hold of {wrong}")
         return result
 
     return checked

@@ -1,10 +1,9 @@
 """Graphs as FX text, as docstrings of passes show them: written of a graph, and a graph made of a text.
 
-A text has the graph's inputs with dtype and sizes, a line for each call, and what is returned::
+A text has the graph's inputs with dtype and sizes, a line for each call, and what is returned if that is not the last::
 
     x: f32[8, 4]; w: f32[16, 4]
     linear = torch.ops.aten.linear.default(x, w)    # f32[8, 16]; low in bf16: listed
-    return linear
 
 The comment says dtype and sizes of the result, the label, and what passes have noted (:data:`NOTED`); a text need not
 have all of it. Lines that are comments are for people. Names of calls are any.
@@ -99,8 +98,11 @@ def _statements(text: str) -> Iterator[tuple[ast.stmt, list[str]]]:
     said = {
         n: line.partition("# ")[2].split("; ") for n, line in enumerate(text.splitlines(), 1) if "# " in line
     }
+    statement = ast.Pass()
     for statement in ast.parse(text).body:
         yield statement, said.get(statement.end_lineno or 0, [])
+    if isinstance(statement, ast.Assign):
+        yield ast.Return(ast.Name(ast.unparse(statement.targets[0]), ast.Load())), []
 
 
 def _call(graph: fx.Graph, name: str, value: ast.expr, env: dict[str, Any], mode: FakeTensorMode) -> fx.Node:

@@ -128,7 +128,6 @@ class Verify(Pass):
 
         x: f32[4, 4]; w: f32[4, 4]
         mm = torch.ops.aten.matmul.default(x, w)                    # f32[4, 4]; low in bf16
-        return mm
         # raises VerifyError: mm (matmul) is planned as torch.bfloat16 but gives torch.float32
     """
 

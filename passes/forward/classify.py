@@ -102,11 +102,9 @@ class Classify(Pass):
         x: f32[2, 4]; weight: f32[4, 4]
         linear = torch.ops.aten.linear.default(x, weight)
         softmax = torch.ops.aten.softmax.int(linear, -1)
-        return softmax
         # after, on CUDA
         linear = torch.ops.aten.linear.default(x, weight)       # f32[2, 4]; low: listed
         softmax = torch.ops.aten.softmax.int(linear, -1)        # f32[2, 4]; fp32: listed
-        return softmax
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:

@@ -32,11 +32,9 @@ class Constrain(Pass):
         q: f32[4, 8]; k: f32[8, 4]; mask: bool[4, 4]
         scores = torch.ops.aten.matmul.default(q, k)                        # low
         masked = torch.ops.aten.masked_fill.Scalar(scores, mask, -3.4e38)   # promote
-        return masked
         # after
         scores = torch.ops.aten.matmul.default(q, k)                        # low
         masked = torch.ops.aten.masked_fill.Scalar(scores, mask, -3.4e38)   # fp32: scalar-range
-        return masked
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:

@@ -53,11 +53,9 @@ class Place(Pass):
         q: f32[8, 4, 512, 512]; kv: f32[8, 1, 512, 64]
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # follow
         mm = torch.ops.aten.matmul.default(q, e)                    # low
-        return mm
         # after: the cast to bf16 stands before the expand, and moves a quarter of the elements
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # follow in bf16
         mm = torch.ops.aten.matmul.default(q, e)                    # low in bf16
-        return mm
     """
 
     stored: bool = False  # the program is stored, with attention as it is
@@ -135,10 +133,8 @@ class Replay(Pass):
 
         kv: f32[8, 1, 512, 64]
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # follow
-        return e
         # after, where the plan has bf16 for the call
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # follow in bf16
-        return e
 
     A product whose result the plan has in fp32 runs in fp32 where no kernel reads low operands and returns that, and
     attention by the flash kernel where products cannot compute it: the plan may be of a call whose sizes were known.

@@ -163,12 +163,10 @@ class PlaceBySensitivity(Pass):
         mm = torch.ops.aten.matmul.default(x, w)                    # low
         square = torch.ops.aten.mul.Tensor(mm, mm)                  # promote
         mean = torch.ops.aten.mean.dim(square, [-1])                # promote
-        return mean
         # after, where rounding mm adds more error than is allowed
         mm = torch.ops.aten.matmul.default(x, w)                    # low in f32
         square = torch.ops.aten.mul.Tensor(mm, mm)                  # promote in f32
         mean = torch.ops.aten.mean.dim(square, [-1])                # promote in f32
-        return mean
     """
 
     #: call of this graph, with the path of its body -> what was measured

@@ -40,11 +40,9 @@ class MarkCopies(Pass):
         x: bf16[2, 4]; w: f32[4, 4]
         low = torch.ops.aten.to.dtype(w, torch.bfloat16)        # bf16[4, 4]; inserted
         linear = torch.ops.aten.linear.default(x, low)
-        return linear
         # after
         low = torch.ops.aten.to.dtype(w, torch.bfloat16)        # bf16[4, 4]; inserted; kept w _bfloat16 torch.bfloat16
         linear = torch.ops.aten.linear.default(x, low)
-        return linear
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -91,11 +89,9 @@ class MarkStored(Pass):
         x: bf16[2, 4]; w: f32[4, 4]
         low = torch.ops.aten.to.dtype(w, torch.bfloat16)        # bf16[4, 4]; inserted
         linear = torch.ops.aten.linear.default(x, low)
-        return linear
         # after
         low = torch.ops.aten.to.dtype(w, torch.bfloat16)        # bf16[4, 4]; inserted; kept w torch.bfloat16
         linear = torch.ops.aten.linear.default(x, low)
-        return linear
     """
 
     weights: tuple[tuple[str, ...], ...]  # names of inputs; those that hold the same weight stand together
@@ -236,10 +232,8 @@ class KeepWeights(Pass):
 
         x: f32[2, 4]; w: f32[4, 4]
         linear = torch.ops.aten.linear.default(x, w)        # low
-        return linear
         # after: a value of w is infinite in fp16
         linear = torch.ops.aten.linear.default(x, w)        # fp32: weight-range
-        return linear
     """
 
     weights: tuple[str, ...]  # names of inputs

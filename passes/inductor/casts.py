@@ -37,11 +37,9 @@ class KeepStatistics(Pass):
         low = torch.ops.prims.convert_element_type.default(rsqrt, torch.bfloat16)       # bf16[8, 32, 1]
         share = torch.ops.aten.div.Tensor(low, 64)                                      # bf16[8, 32, 1]
         product = torch.ops.aten.mul.Tensor(grad, share)                                # f32[8, 32, 64]
-        return product
         # after; both calls are of the norm's backward
         share = torch.ops.aten.div.Tensor(rsqrt, 64)                                    # f32[8, 32, 1]
         product = torch.ops.aten.mul.Tensor(grad, share)                                # f32[8, 32, 64]
-        return product
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -100,14 +98,12 @@ class LayOutGradients(Pass):
             grad, x, w_16, [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])
         grad_w = getitem(both, 1)                                                       # bf16[64, 64, 3, 3]
         wide = torch.ops.prims.convert_element_type.default(grad_w, torch.float32)
-        return wide
         # after
         w_16 = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)
         both = torch.ops.aten.convolution_backward.default(
             grad, x, w_16, [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])
         grad_w = getitem(both, 1)
         wide = torch.ops.amp_fx.convert.default(grad_w, torch.float32, [576, 9, 3, 1])
-        return wide
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -187,11 +183,9 @@ class LayOutWeights(Pass):
         x: bf16[1, 64, 8, 8]; w: f32[64, 64, 3, 3]
         w_16 = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)
         conv = torch.ops.aten.convolution.default(x, w_16, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-        return conv
         # after
         w_16 = torch.ops.amp_fx.convert.default(w, torch.bfloat16, [576, 1, 192, 64])
         conv = torch.ops.aten.convolution.default(x, w_16, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-        return conv
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:

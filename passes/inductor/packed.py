@@ -38,11 +38,9 @@ class CallPacked(Pass):
         x: f32[1, 8, 6, 6]; w_packed: f32[8, 8, 3, 3]
         conv = torch.ops.amp_fx.packed_convolution.default(
             x, w_packed, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, True)
-        return conv
         # after
         conv = torch.ops.mkldnn._convolution_pointwise.default(
             x, w_packed, None, [0, 0], [1, 1], [1, 1], 1, 'none', [], '')
-        return conv
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -71,11 +69,9 @@ class HoldPacked(Pass):
         x: f32[2, 8]
         w = self.w_packed
         linear = torch.ops.aten.linear.default(x, w)
-        return linear
         # after: the same code, and w_packed, which was zeros, is what oneDNN has packed
         w = self.w_packed
         linear = torch.ops.aten.linear.default(x, w)
-        return linear
     """
 
     packed: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)  # by the other's address
@@ -108,7 +104,6 @@ class ReadScales(Pass):
 
         norm: f32[2, 8]
         quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default(norm, 0.0125, 131, 0, 255, torch.uint8)
-        return quantize
         # after
         constant = self.amp_fx_scale_0                                          # f32[16]
         scale = torch.ops.aten.slice.Tensor(constant, 0, 0, 1)
@@ -120,7 +115,6 @@ class ReadScales(Pass):
         least = torch.ops.aten.clamp_min.default(add, 0)
         most = torch.ops.aten.clamp_max.default(least, 255)
         quantize = torch.ops.prims.convert_element_type.default(most, torch.uint8)
-        return quantize
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:

@@ -34,10 +34,8 @@ class MarkMatmuls(Pass):
 
         x: bf16[16, 32]; w: bf16[64, 32]
         linear = torch.ops.aten.linear.default(x, w)        # keep in bf16: low-already
-        return linear
         # after
         linear = torch.ops.aten.linear.default(x, w)        # keep in bf16: low-already; may run below linear
-        return linear
 
     Attributes:
         planned: a plan that is followed says what runs below 16 bits.

@@ -74,11 +74,9 @@ class PlaceLevels(Pass):
         x: bf16[32, 64]; w: bf16[64, 64]; head: bf16[64, 16]
         mm = torch.ops.aten.mm.default(x, w)                # bf16[32, 64]
         logits = torch.ops.aten.mm.default(mm, head)        # bf16[32, 16]
-        return logits
         # after; the last linear stays low
         mm = torch.ops.aten.mm.default(x, w)                # bf16[32, 64]; level rowwise
         logits = torch.ops.aten.mm.default(mm, head)
-        return logits
 
     Attributes:
         level: the level below; None: a plan says it of each.

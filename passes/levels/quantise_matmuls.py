@@ -65,7 +65,6 @@ class QuantiseMatmuls(Pass):
         x: bf16[64, 64]
         x_t = torch.ops.aten.permute.default(x, [1, 0])
         mm = torch.ops.aten.mm.default(x, x_t)                                          # bf16[64, 64]; level tensorwise
-        return mm
         # after: one scale and one copy of x; of a value of zeros, the scale is finite
         magnitude = torch.ops.aten.abs.default(x)
         amax = torch.ops.aten.amax.default(magnitude, [-1], True)                       # bf16[64, 1]
@@ -85,7 +84,6 @@ class QuantiseMatmuls(Pass):
         one = torch.ops.aten.view.default(factor, [])
         other = torch.ops.aten.view.default(factor, [])
         mm = torch.ops.aten._scaled_mm.default(rows, columns, one, other, None, None, torch.bfloat16, True)
-        return mm
 
     Attributes:
         joint: False on a captured graph.
