@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zoo
 from amp_fx import GradScaler, record
-from amp_fx.precision.plans.label import Kind
 from graphs import DEFAULTS, plans, without_inductor
 
 BF16 = {**DEFAULTS, "dtype": "bfloat16"}
@@ -250,7 +249,7 @@ def attending_training(kind: str) -> dict[str, Any]:
     attention = [row for plan in recording.plans for row in plans(plan, "scaled_dot_product_attention")]
     return {
         "losses": losses,
-        "products": [row.is_because(Kind.PRODUCTS) for row in attention],
+        "products": [row.computed_by == "products" for row in attention],
         "fallbacks": [plan.fallback for plan in recording.plans],
         **state(model),
     }

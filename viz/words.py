@@ -104,7 +104,7 @@ def more_bytes(plans: Sequence[Plan], ours: int | None, theirs: int | None) -> s
         causes.append(f"{small} of {len(rows)} {text}")
     if ruled := sum(row.is_because(Kind.RULE) for row in wide):
         causes.append(f"rules keep {ruled} of {len(rows)} matmuls in fp32")
-    if written := sum(row.is_because(Kind.PRODUCTS, Kind.LOW_PRODUCTS) for row in rows):
+    if written := sum(row.computed_by.startswith("products") for row in rows):
         causes.append(f"{written} of {len(rows)} matmuls are attention as two products, which take less time")
     why = " and ".join(causes)
     more = f"{100 * (ours / theirs - 1):.1f} % more bytes than torch.autocast moves"

@@ -20,8 +20,8 @@ from amp_fx._torch.faults import faults_met, mended
 from amp_fx._torch.tracing import autocast_disabled
 
 __all__ = [
-    "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_mode_options",
-    "inductor_option_names", "joint_roles", "lays_out_convolutions", "program_outputs",
+    "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_decompositions",
+    "inductor_mode_options", "inductor_option_names", "joint_roles", "lays_out_convolutions", "program_outputs",
     "replace_inner_compile", "source_hash", "stock_inductor", "traced_anew", "tunes_kernels",
     "write_as_it_is",
 ]  # fmt: skip
@@ -137,6 +137,13 @@ def graph_pass(
             return None if None in ids else (uuid, *ids)
 
     return {name: GraphPass()}
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """How Inductor has AOTAutograd decompose ops, by its configuration."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
 
 
 def write_as_it_is(node: fx.Node) -> None:

@@ -158,10 +158,10 @@ def _attention(
             continue
         row = rows.get(node.name)
         rule = None if row is None else context.policy.rule_for(row.op, row.module_path)
-        how, why = choice(node, rule, context)
-        if row is not None and row.computed_by:
-            how, why = row.computed_by, "as the plan has it"
-        logger.debug("%s by %s: %s", node.name, how, why)
+        planned = "" if row is None else row.computed_by
+        chosen, why = choice(node, rule, context)
+        how = planned or chosen
+        logger.debug("%s by %s: %s", node.name, how, "as the plan has it" if planned else why)
         found.append((node.name, how))
         mark(node, ATTENTION_MARK, node.name)
     return tuple(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from amp_fx._torch import (
     autocast_disabled,
     enable_autocast,
     ignore_fresh_symbols,
+    inductor_decompositions,
+    make_fx,
     size_hint,
     symbolic_kernels,
 )
@@ -69,6 +71,13 @@ def run_fake(node: fx.Node, mode: FakeTensorMode | None = None) -> Any:
         )
         call = f"{node.name} = {node.target}({dtypes})"
         raise VerifyError(f"{call} does not run: {error} [{where(node)}]") from error
+
+
+def trace_fake(function: Callable[..., Any], args: Sequence[fx.Node]) -> fx.GraphModule:
+    """The graph of a function of the fake values of nodes, autocast and gradients off, by Inductor's decompositions."""
+    values = [node.meta["val"] for node in args]
+    with _on_fakes(values[0].fake_mode, autocast_disabled()):
+        return make_fx(function, inductor_decompositions())(*values)
 
 
 def fake_values(node: fx.Node) -> list[Any]:

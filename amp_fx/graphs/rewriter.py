@@ -6,7 +6,8 @@ Not here: what a call is and who reads it (``calls.py``), and what it returns on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.fx as fx
 
 from amp_fx._torch import FakeTensor, FakeTensorMode
 from amp_fx.graphs.calls import CAST, PROGRAM_CAST
-from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.fake_runs import run_fake, trace_fake
 from amp_fx.graphs.keys import REGION_META
 
 #: keys that a new call inherits from the call that needs it: its place in the program, its side of the partition, its
@@ -82,14 +83,37 @@ class Rewriter:
             VerifyError: the call does not run on the fake values of its arguments.
         """
         node = self.graph.call_function(target, args, kwargs)
-        for source in reversed(like or self._like):
-            node.meta |= {key: source.meta[key] for key in INHERITED if key in source.meta}
-        node.meta |= self._meta
-        node.meta["val"] = run_fake(node, None if node.all_input_nodes else self._mode())
-        self.added.append(node)
-        return node
+        value = run_fake(node, None if node.all_input_nodes else self._mode())
+        return self._describe(node, like or self._like, value)
 
     __call__ = call
+
+    def trace(self, function: Callable[..., Any], *args: fx.Node, **constants: Any) -> Any:
+        """Adds the calls by which a function of tensors computes its results, decomposed as Inductor's graphs are.
+
+        Args:
+            function: of the values of ``args``, in plain PyTorch.
+            *args: its positional arguments; sizes may be symbolic.
+            **constants: its keyword arguments.
+
+        Returns:
+            The nodes of its results, in the structure in which it returns them.
+        """
+        traced = trace_fake(partial(function, **constants), args)
+        copies: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), args, strict=True))
+        results = self.graph.graph_copy(traced.graph, copies)
+        for source, node in copies.items():
+            if source.op == "call_function":
+                self._describe(node, self._like, source.meta["val"])
+        return results
+
+    def _describe(self, node: fx.Node, like: tuple[fx.Node, ...], value: Any) -> fx.Node:
+        node.meta = {}
+        for source in reversed(like):
+            node.meta |= {key: source.meta[key] for key in INHERITED if key in source.meta}
+        node.meta |= {**self._meta, "val": value}
+        self.added.append(node)
+        return node
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """The value in a dtype: the node itself where it has that."""

@@ -36,7 +36,7 @@ class ChooseAttention(Pass):
 
     The graph is not changed. :class:`amp_fx.passes.inductor.attend.Attend` writes the products, forward and backward::
 
-        scaled_dot_product_attention  low  two products ...: products take 0.42 of its time for 12 x 64 x 64 scores
+        scaled_dot_product_attention  low  two products ...; products take 0.42 of ... time for 12 x 64 x 64 scores
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -44,56 +44,49 @@ class ChooseAttention(Pass):
         for node in gm.graph.find_nodes(
             op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
         ):
-            plan = label_of(node)
-            if plan is None or plan.dtype is not torch.bfloat16 or node.meta["val"].device.type != "cpu":
+            label = label_of(node)
+            if label is None or label.dtype is not torch.bfloat16 or node.meta["val"].device.type != "cpu":
                 continue
-            rule = context.policy.rule_for(plan.op, plan.module_path)
+            rule = context.policy.rule_for(label.op, label.module_path)
             if rule is not None and rule.implementation is not None:
                 # with operands that were low before, its precision changes nothing
                 matched.add(rule)
-            plan.computed_by, why = choice(node, rule, context)
-            plan.reasons += (Reason.of(_KINDS[plan.computed_by], why=why),)
-            chosen += plan.computed_by != "flash"
+            label.computed_by, why = choice(node, rule, context)
+            others = [reason for reason in label.reasons if reason != why]
+            label.reasons = (*others, Reason(_KINDS[label.computed_by]), why)
+            chosen += label.computed_by != "flash"
         summary = f"{chosen} calls of attention are two products around a softmax"
         return PassResult(summary, chosen, {Note.MATCHED: matched})
 
 
-def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> tuple[str, str]:
+def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> tuple[str, Reason]:
     """The implementation of a call of attention in bf16 on a CPU, and why; ``rule`` is the user's about the call."""
-    if why := refusal(node, training=context.training):
-        return "flash", why
+    # scores as exact as the policy asks for: what int8 rounds is far beyond bf16's error of a score
+    low_scores = context.policy.base == "fast" or (context.policy.base == "int8" and not context.training)
+    products = "products_low" if low_scores else "products"
+    if kind := refusal(node, training=context.training):
+        return "flash", Reason(kind)
     if context.numerics == "eager":
-        return "flash", "as eager PyTorch has it"
+        return "flash", Reason(Kind.AS_EAGER)
     if rule is not None and rule.implementation is not None:
-        return _products(context) if rule.implementation == "products" else "flash", "as the rule has it"
+        how = products if rule.implementation == "products" else "flash"
+        return how, Reason.of(Kind.RULE, rule=str(rule))
     if context.profile is None:
-        return "flash", "without a profile nothing is known of their times"
+        return "flash", Reason(Kind.NO_RATES)
     query, key, _ = operands(node)
     *outer, queries, width = query.shape
     if queries == 1:
+        # which is multiplied in fp32 anyway
+        products, scores = "products", "a single query"
         times = single_query(context.profile)
-        return _cheaper("products", times and times[1] / times[2], "a single query")
-    sizes = Attention(
-        heads=math.prod(outer),
-        queries=queries,
-        keys=key.shape[-2],
-        width=width,
-        causal=bool(argument_value(node, "is_causal")),
-        training=context.training,
-        low_scores=_products(context) == "products_low",
-    )
-    flash = sizes.flash(context.profile)
-    share = flash and sizes.products(context.profile) / flash
-    return _cheaper(_products(context), share, f"{sizes.heads} x {sizes.queries} x {sizes.keys} scores")
-
-
-def _products(context: PassContext) -> str:
-    """Products with scores as exact as the policy asks for: what int8 rounds is far beyond bf16's error of a score."""
-    rounds = context.policy.base == "fast" or (context.policy.base == "int8" and not context.training)
-    return "products_low" if rounds else "products"
-
-
-def _cheaper(products: str, share: float | None, what: str) -> tuple[str, str]:
+        share = times and times[1] / times[2]
+    else:
+        heads, keys, is_causal = math.prod(outer), key.shape[-2], bool(argument_value(node, "is_causal"))
+        sizes = Attention(heads, queries, keys, width, is_causal, context.training, low_scores)
+        flash = sizes.flash(context.profile)
+        share = flash and sizes.products(context.profile) / flash
+        scores = f"{heads} x {queries} x {keys} scores"
     if share is None:
-        return "flash", "the profile has no times of the flash kernel"
-    return products if share < PAYS else "flash", f"products take {share:.2f} of its time for {what}"
+        return "flash", Reason(Kind.NO_FLASH_TIMES)
+    why = Reason.of(Kind.PRODUCTS_TAKE, share=share, scores=scores)
+    return products if share < PAYS else "flash", why

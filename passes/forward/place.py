@@ -161,7 +161,7 @@ class Replay(Pass):
             by_products = row.computed_by.startswith("products")
             if by_products and (why_not := refusal(node, training=context.training)):
                 plan.computed_by = "flash"
-                plan.reasons += (Reason.of(Kind.FLASH, why=why_not),)
+                plan.reasons += (Reason(Kind.FLASH), Reason(why_not))
             if row.result_dtype is None:
                 continue
             where = "a program" if self.stored else node.meta["val"].device.type

@@ -17,13 +17,13 @@ to 1.6 times what was found. Of a Zen 4 and of AMX only the flash kernel's const
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value, graph_inputs_of, is_parameter
 from amp_fx.precision.placement.profile import FLASH, FLASH_BLOCKS, FLASH_QUERY, DeviceProfile
+from amp_fx.precision.plans.label import Kind
 
 #: share of the flash kernel's time from which products are taken: predictions are that good
 PAYS = 0.88
@@ -99,27 +99,10 @@ class Attention:
         return seconds
 
 
-class Block(NamedTuple):
-    """So many heads of so many sequences, from those on: whole sequences, or heads of one."""
-
-    sequence: int
-    sequences: int
-    head: int
-    heads: int
-
-
-def blocks_of(batch: int, heads: int, queries: int, keys: int, at_once: int) -> list[Block]:
-    """All heads, in blocks of about so many scores, nearly alike; twice :data:`_BLOCKS` of them at most."""
-    fitting = max(1, at_once // (queries * keys), batch * heads // _BLOCKS)
-    if fitting >= heads:
-        return [Block(*part, 0, heads) for part in _parts(batch, fitting // heads)]
-    return [Block(sequence, 1, *part) for sequence in range(batch) for part in _parts(heads, fitting)]
-
-
-def _parts(count: int, most: int) -> list[tuple[int, int]]:
-    """Start and size of parts that are no larger than ``most``."""
-    size = -(-count // -(-count // most))
-    return [(start, min(size, count - start)) for start in range(0, count, size)]
+def heads_at_once(heads: int, scores: int, at_once: int) -> int:
+    """How many heads make a block of about so many scores at once: nearly alike, twice :data:`_BLOCKS` at most."""
+    fitting = max(1, at_once // scores, heads // _BLOCKS)
+    return -(-heads // -(-heads // fitting))
 
 
 def single_query(profile: DeviceProfile) -> tuple[float, float, float] | None:
@@ -139,31 +122,26 @@ def operands(node: fx.Node) -> list[torch.Tensor]:
     return [source.meta["val"] for source in node.args[:3] if isinstance(source, fx.Node)]
 
 
-def refusal(node: fx.Node, *, training: bool) -> str:
-    """Why the products cannot compute a call, or nothing gains by it; else an empty string."""
+def refusal(node: fx.Node, *, training: bool) -> Kind | None:
+    """Why the products cannot compute a call, or nothing gains by it."""
     query, key, value = values = operands(node)
     if any(tensor.ndim != 4 for tensor in values):
-        return "no heads in a dimension of their own"
+        return Kind.NO_HEADS
     is_single = isinstance(query.shape[-2], int) and query.shape[-2] == 1
     if is_single and training:
-        return "a single query in training"
+        return Kind.QUERY_IN_TRAINING
     # the number of keys may be anything
     ends = [-1] if is_single and not argument_value(node, "is_causal") else [-2, -1]
-    if not all(
-        isinstance(size, int)
-        for tensor in values
-        for size in (*tensor.shape[:2], *(tensor.shape[end] for end in ends))
-    ):
-        return "its sizes are not known"
+    sizes = [size for tensor in values for size in (*tensor.shape[:2], *(tensor.shape[end] for end in ends))]
+    if not all(isinstance(size, int) for size in sizes):
+        return Kind.UNKNOWN_SIZES
     if any(isinstance(size, int) and size == 0 for tensor in values for size in tensor.shape):
-        return "it is empty"
+        return Kind.EMPTY
     if argument_value(node, "dropout_p"):
-        return "it drops probabilities"
+        return Kind.DROPOUT
     mask = argument_value(node, "attn_mask")
     is_learned = isinstance(mask, fx.Node) and any(map(is_parameter, graph_inputs_of(mask)))
     if training and is_learned and mask.meta["val"].is_floating_point():
         # then torch takes neither: it writes products itself
-        return "its mask has a gradient"
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-        return "keys and values of different widths"
-    return ""
+        return Kind.LEARNED_MASK
+    return None if query.shape[-1] == key.shape[-1] == value.shape[-1] else Kind.UNEQUAL_WIDTHS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from amp_fx.errors import did_you_mean
 from amp_fx.precision.placement.gpus import ROCM, Gpu, gpu_row
 from amp_fx.precision.placement.profile import (
     DEVICE_TYPES,
-    FLASH,
     FLOAT8,
     INT8,
     DeviceProfile,
@@ -74,19 +74,28 @@ class _Cpu(NamedTuple):
     bfloat16: float  # relative to float32
     float16: float  # relative to float32
     int8: float | None = None  # likewise: packed weights, products summed in int32; None: slower than bf16
-    # seconds of one thread in the flash kernel, as many as are known: for an element of a key and of a value with a
-    # single query; for a pair of blocks and an operation of their products, in the forward, and in the backward
-    flash: tuple[float, ...] = ()
+    calls: Mapping[str, float] = {}  # as in DeviceProfile, of one thread; what is known
 
 
 #: a single query without AMX, where the flash kernel multiplies in a loop. Measured on the Zen 4, assumed elsewhere: 16
 #: heads of 64, 129 keys: 233 us, fp32 62, as two products 38; 12 heads, 2,048 keys: 2,951, 896 and 526 us
-_LOOP = 1.9e-9
+_LOOP = {"flash_query": 1.9e-9}
 #: with AMX, measured on a Sapphire Rapids. 12 heads of 64, a single query, 2,048 keys: 466 us, as two products 581. The
-#: third number is from a ViT's and a BERT's calls: 833 us for 12 x 197 x 197, 333 for 12 x 128 x 128
-_AMX_FLASH = 0.3e-9, 3e-6, 4.1e-12, 72e-6, 5.3e-12
-#: fitted to 18 sizes on a Zen 4; measured on a Zen 5
-_ZEN4_FLASH, _ZEN5_FLASH = (_LOOP, 4e-6, 10e-12, 45e-6, 7e-12), (1.4e-9, 3.5e-6, 12e-12, 48e-6, 7.5e-12)
+#: ``flash_product`` is from a ViT's and a BERT's calls: 833 us for 12 x 197 x 197, 333 for 12 x 128 x 128
+_AMX_FLASH = {
+    "flash_query": 0.3e-9, "flash_block": 3e-6, "flash_product": 4.1e-12,
+    "flash_block_backward": 72e-6, "flash_product_backward": 5.3e-12,
+}  # fmt: skip
+#: fitted to 18 sizes
+_ZEN4_FLASH = {
+    **_LOOP, "flash_block": 4e-6, "flash_product": 10e-12,
+    "flash_block_backward": 45e-6, "flash_product_backward": 7e-12,
+}  # fmt: skip
+#: measured
+_ZEN5_FLASH = {
+    "flash_query": 1.4e-9, "flash_block": 3.5e-6, "flash_product": 12e-12,
+    "flash_block_backward": 48e-6, "flash_product_backward": 7.5e-12,
+}  # fmt: skip
 
 #: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
 #: sustained clock, times 0.7 for what a GEMM reaches. "Measured": torch 2.13, one thread of a Zen 4, where
@@ -103,9 +112,7 @@ _CPUS = (
     # An AMX CPU whose hypervisor hides AVX512-FP16.
     _Cpu("amx_bf16 without fp16", frozenset({"amx_bf16"}), 100e9, 8.0, 0.03, 11.0, _AMX_FLASH),
     # Sapphire Rapids whose hypervisor hides AMX: vdpbf16ps does two multiply-adds a lane.
-    _Cpu(
-        "avx512_bf16 avx512_fp16", frozenset({"avx512_bf16", "avx512_fp16"}), 100e9, 2.0, 1.0, 4.0, (_LOOP,)
-    ),
+    _Cpu("avx512_bf16 avx512_fp16", frozenset({"avx512_bf16", "avx512_fp16"}), 100e9, 2.0, 1.0, 4.0, _LOOP),
     # Zen 5: bf16 vectors are as wide as the registers, and MKL runs fp32 with AVX2 on AMD. Measured on one: 4.4.
     _Cpu(
         "avx512_bf16 zen5",
@@ -134,7 +141,7 @@ _CPUS = (
     _Cpu("apple", frozenset({"neon", "darwin"}), 200e9, 0.01, 0.01),
     # Neoverse V1, N2, V2: bfmmla does four times the multiply-adds of an fp32 FMA (Arm Architecture Reference
     # Manual, FEAT_BF16); half of that is assumed to be reached. fp16: loops, as on x86.
-    _Cpu("arm_bf16", frozenset({"neon", "bf16"}), 60e9, 2.0, 0.03, None, (_LOOP,)),
+    _Cpu("arm_bf16", frozenset({"neon", "bf16"}), 60e9, 2.0, 0.03, None, _LOOP),
     # Neoverse N1 and older: as avx2.
     _Cpu("arm", frozenset({"neon"}), 30e9, 0.03, 0.03),
     # Anything else: four lanes, multiply and add; loops for 16 bits, 1e9 to 3e9 measured with
@@ -186,14 +193,13 @@ def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     exact = max(1.0, row.bfloat16 * _CPU_FLOAT32_AS_BFLOAT16) if may_round else 1.0
     relative = {"float32": exact, "bfloat16": row.bfloat16, "float16": row.float16, INT8: row.int8}
     per_thread, socket = _CPU_BANDWIDTH
-    flash = zip(FLASH, row.flash, strict=False)
     return DeviceProfile(
         name=f"{row.name}, {threads} threads",
         device_type="cpu",
         peak={dtype: rate * times for dtype, times in relative.items() if times is not None},
         bandwidth=min(per_thread * threads, socket),
         launch=_CPU_LAUNCH,
-        calls={name: seconds / threads for name, seconds in flash},
+        calls={name: seconds / threads for name, seconds in row.calls.items()},
     )
 
 

@@ -193,36 +193,23 @@ def _flash_calls() -> dict[str, _Task]:
     A head is a pair of blocks with few products in the first, and three pairs, as large as they get, in the second.
     Single queries, too: their keys are beyond the caches of a core, as those of a decode step.
     """
-    few, many = 256, 4 * torch.get_num_threads()
-    queries, keys, width = 768, 512, 64
-    flop = 4 * many * queries * keys * width
-    blocks, products = zip(*FLASH_BLOCKS, strict=True)
-    return {
-        **_forward_and_backward(blocks, torch.Size((1, few, 32, 16)), 32, (few, few)),
-        **_forward_and_backward(products, torch.Size((1, many, queries, width)), keys, (flop, flop * 5 / 2)),
-        FLASH_QUERY: _single_query(),
-    }
-
-
-def _forward_and_backward(
-    names: tuple[str, ...], shape: torch.Size, keys: int, work: tuple[float, float]
-) -> dict[str, _Task]:
-    aten = torch.ops.aten
-    query, gradient = torch.randn(2, *shape).to(torch.bfloat16)
-    key = torch.randn(*shape[:2], keys, shape[-1]).to(torch.bfloat16)
-    forward = partial(aten._scaled_dot_product_flash_attention_for_cpu, query, key, key)
-    out, sums = forward()
-    backward = partial(
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
-        gradient, query, key, key, out, sums, 0.0, False,
-    )  # fmt: skip
-    return dict(zip(names, map(_Task, (forward, backward), work), strict=True))
-
-
-def _single_query() -> _Task:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     keys, values = torch.randn(2, 1, 16, 2048, 64).to(torch.bfloat16)
-    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return _Task(partial(call, keys[:, :, :1], keys, values), keys.numel())
+    found = {FLASH_QUERY: _Task(partial(flash, keys[:, :, :1], keys, values), keys.numel())}
+    few, many = 256, 4 * torch.get_num_threads()
+    flop = 4 * many * 768 * 512 * 64
+    blocks, products = zip(*FLASH_BLOCKS, strict=True)
+    for names, heads, queries, length, width, work in (
+        (blocks, few, 32, 32, 16, (few, few)),
+        (products, many, 768, 512, 64, (flop, flop * 5 / 2)),
+    ):
+        query, gradient = torch.randn(2, 1, heads, queries, width).to(torch.bfloat16)
+        key = torch.randn(1, heads, length, width).to(torch.bfloat16)
+        forward = partial(flash, query, key, key)
+        backward = partial(flash_backward, gradient, query, key, key, *forward(), 0.0, False)
+        found |= zip(names, map(_Task, (forward, backward), work), strict=True)
+    return found
 
 
 def _launch(device_type: str) -> _Task:

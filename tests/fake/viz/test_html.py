@@ -188,7 +188,7 @@ def test_more_bytes_than_under_autocast_have_their_cause_in_every_picture(tmp_pa
     assert f'<div id="more">{words}' in page
     assert drawing(compared()).more == ""
     row = next(row for row in nodes if row.flops)
-    row.reasons, row.dtype = (Reason.of(Kind.PRODUCTS, why=""),), torch.bfloat16
+    row.computed_by, row.dtype = "products", torch.bfloat16
     assert "1 of 3 matmuls are attention as two products" in more_bytes(report.plans, 105, 100)
 
 
