@@ -1,9 +1,9 @@
 """Plan files, which of several plans a graph is to follow, and what differs between two sets of plans.
 
 A plan is matched with a graph by content, not by name: the same calls, in the same modules, in the same order.
-Shapes do not count, so that a plan holds for other batch sizes, nor do calls on integers and tensors of literal
-numbers, so that it holds on another device and for an export. Blocks of one class that are compiled apart have equal
-graphs: they are told apart by their turn.
+Shapes do not count, nor do views and copies (only some sizes slice what they take all of), so that a plan holds for
+other sizes; nor do calls on integers and tensors of literal numbers, so that it holds on another device and for an
+export. Blocks of one class that are compiled apart have equal graphs: they are told apart by their turn.
 
 In a diff, nodes are matched by phase, module path, op and their turn among equals, so that two runs of one program
 match although node names differ.
@@ -15,13 +15,14 @@ import difflib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from amp_fx.errors import PlanError
+from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.precision.plans.files import as_data, decode, read_object
 from amp_fx.precision.plans.label import Reason
 from amp_fx.precision.plans.plan import NodePlan, Plan, dtype_name
@@ -33,11 +34,10 @@ logger = logging.getLogger(__name__)
 #: phase, module path, op, turn among equals
 Key = tuple[str, str, str, int]
 
-#: calls that do not compute: what stands for numbers that the program writes, other calls on another device and in an
-#: export
-_NOT_COMPUTING = frozenset({"detach", "detach_", "empty.memory_format", "lift_fresh_copy", "tensor"})
-#: copies that an export may lack: they have counterparts where both graphs have them
-_COPIES = frozenset({"contiguous"})
+#: what stands for numbers that the program writes: other calls on another device and in an export
+_LITERALS = frozenset({"empty.memory_format", "tensor"})
+#: views and copies: another size, or an export, may have more of them or fewer
+_HANDS_ON = (Trait.UNCHANGED, Trait.RESHAPES, Trait.MOVES)
 #: nodes that a message names, and lines of each list of a diff
 _SHOWN, _SHOWN_OF_DIFF = 6, 8
 
@@ -105,22 +105,44 @@ def moved_nodes(plan: Plan, outline: Plan) -> list[str]:
 def counterparts(plan: Plan, outline: Plan) -> Iterator[tuple[NodePlan, NodePlan]]:
     """(row of a plan, row of a graph that it is about), in order.
 
-    What does not compute has none, nor have copies where only one of the two has them.
+    Views and copies in front of a call have none where the two have others of them: which is which, nobody knows.
     """
-    copies = _calls(plan, copies=True) == _calls(outline, copies=True)
-    return zip(_computing(plan, copies=copies), _computing(outline, copies=copies), strict=True)
+    for pair in zip(_runs(plan), _runs(outline), strict=True):
+        ours, theirs = pair if _keys(pair[0]) == _keys(pair[1]) else (filter(_computes, run) for run in pair)
+        yield from zip(ours, theirs, strict=True)
 
 
-def _calls(plan: Plan, *, copies: bool = False) -> list[tuple[str, ...]]:
-    rows = _computing(plan, copies=copies)
+def _runs(plan: Plan) -> list[list[NodePlan]]:
+    """Each call that computes, behind the views and copies since the one before; last, those that are left."""
+    runs: list[list[NodePlan]] = [[]]
+    for row in _rows(plan):
+        runs[-1].append(row)
+        if _computes(row):
+            runs.append([])
+    return runs
+
+
+def _keys(rows: Iterable[NodePlan]) -> list[tuple[str, ...]]:
     return [(row.module_path, row.op, _dtype(row.traced), _dtype(row.low)) for row in rows]
 
 
-def _computing(plan: Plan, *, copies: bool = False) -> list[NodePlan]:
-    """The rows of calls that compute floating values."""
-    left_out = _NOT_COMPUTING if copies else _NOT_COMPUTING | _COPIES
-    rows = [row for row in plan.nodes if row.traced is not None]
-    return [row for row in rows if row.op not in left_out and (row.op != "full" or row.shape)]
+def _calls(plan: Plan) -> list[tuple[str, ...]]:
+    """What a graph is found by."""
+    return _keys(_computing(plan))
+
+
+def _computing(plan: Plan) -> list[NodePlan]:
+    return [*filter(_computes, _rows(plan))]
+
+
+def _computes(row: NodePlan) -> bool:
+    return not has_trait(row.op, *_HANDS_ON)
+
+
+def _rows(plan: Plan) -> list[NodePlan]:
+    """Those of floating values, without literal numbers."""
+    rows = [row for row in plan.nodes if row.traced is not None and row.op not in _LITERALS]
+    return [row for row in rows if row.op != "full" or row.shape]
 
 
 def _change(old: NodePlan, new: NodePlan) -> str:
@@ -139,8 +161,8 @@ def _name(row: NodePlan) -> str:
     return f"{row.name} ({f'{row.module_path} ' if row.module_path else ''}{row.op})"
 
 
-def _distance(plan: Plan, outline: Plan) -> tuple[bool, bool, bool, bool]:
-    """Of equal graphs: whether it was trained alike, has equal shapes, the same name, was as late."""
+def _distance(plan: Plan, outline: Plan) -> tuple[bool, ...]:
+    """Of equal graphs: whether it was trained alike, has equal views, equal shapes, the same name, was as late."""
     # an outline has no copies of weights yet
     shapes, theirs = (
         Counter(given.shape for given in each.inputs if not given.copy_of) for each in (plan, outline)
@@ -149,6 +171,7 @@ def _distance(plan: Plan, outline: Plan) -> tuple[bool, bool, bool, bool]:
     turn, turn_here = (each.graph.rpartition("/")[2] for each in (plan, outline))
     return (
         plan.training is not outline.training,
+        _keys(_rows(plan)) != _keys(_rows(outline)),
         shapes != theirs,
         plan.graph != outline.graph,
         turn != turn_here,

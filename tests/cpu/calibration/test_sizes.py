@@ -10,7 +10,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import amp_fx
-from amp_fx.errors import PlanError
 from graphs import DEFAULTS
 from levels import error
 from measured_scales import calibrated
@@ -18,10 +17,6 @@ from sized_models import SIZED, make
 
 #: rows and lengths: as calibrated, and others
 _MADE, _OTHERS = (2, 6), ((2, 6), (2, 9), (3, 7), (1, 1))
-
-
-#: the graph of a length that is not known has slices that the calibrated one has not
-_CHANGED = pytest.mark.xfail(raises=PlanError, reason="the plan is refused: slices are new in the graph")
 
 
 def _plan(name: str, path: Path) -> str:
@@ -53,6 +48,6 @@ def _calls(name: str, plan: Any, dynamic: bool | None = None) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[_CHANGED] if n == "grouped" else []) for n in SIZED])
+@pytest.mark.parametrize("name", SIZED)
 def test_a_plan_of_one_size_serves_others(name: str, dynamic: bool | None, tmp_path: Path) -> None:
     assert max(_calls(name, _plan(name, tmp_path), dynamic)) < 1e-2

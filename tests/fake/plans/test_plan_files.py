@@ -21,6 +21,7 @@ from amp_fx.precision.plans.label import Kind, Reason
 from amp_fx.precision.plans.plan_files import choose_plan, load_plans
 from amp_fx.precision.policy import OpClass
 from graphs import Rewritten, casts_of, rewrite
+from levels import error_of, exact
 from small_models import Parts
 
 RULES = {"rules": [{"op": "gelu", "precision": "fp32"}, {"module": "head", "precision": "fp32"}]}
@@ -83,6 +84,36 @@ def test_a_plan_of_static_shapes_holds_for_dynamic_ones() -> None:
     followed = rewrite(model, torch.randn(8, 8), options={"plan": made.plan}, dynamic=True)
     assert any(isinstance(node.meta.get("val"), torch.SymInt) for node in followed.gm.graph.nodes)
     assert decisions(followed.plan) == decisions(made.plan)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda m, x: m.layer(x)[:, None].exp()[:, 0],
+        lambda m, x: m.layer(x[:, None])[:, :, None].flatten(1).exp(),
+        lambda m, x: m.layer(x[:4] * m.table[: len(x)][:4, :8]).softmax(-1),
+        lambda m, x: (m.layer(x)[:4, None].tanh() + F.gelu(m.table[:4, None]))[:, 0],
+        lambda m, x: m.layer((x.t() if len(x) > 5 else x.t().contiguous()).exp().t()),
+        lambda m, x: (m.layer(x) if len(x) > 5 else m.layer(x).t().clone().t()).sin(),
+        lambda m, x: F.gelu(m.layer(x if len(x) > 5 else x[None].expand(2, -1, -1)))[..., :8],
+    ],
+    ids=["rows", "rows twice", "alias", "two", "copy", "copy of a view", "expanded"],
+)
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4)])
+def test_a_plan_holds_where_another_size_has_other_views(program: Any, sizes: tuple[int, int]) -> None:
+    layers = {"layer": nn.Linear(8, 8), "last": nn.Linear(8, 8)}
+    model = Parts(lambda m, x: m.last(program(m, x)), **layers, table=torch.randn(8, 8))
+    rules = {"policy": {"rules": [{"module": "last", "precision": "fp32"}]}}
+    made = rewrite(model, torch.randn(sizes[0], 8), options=rules, dynamic=sizes[0] == 6)
+    torch._dynamo.reset()
+    x = torch.randn(sizes[1], 8)
+    followed = rewrite(model, x, options={"plan": made.plan}, dynamic=sizes[1] == 6)
+    assert [row.op for row in followed.plan.nodes] != [row.op for row in made.plan.nodes]
+    assert followed.dtypes("linear") == ["bfloat16", "float32"]
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = model(x)
+    ours, theirs = (error_of(y, exact(model, x)) for y in (followed.outputs, theirs))
+    assert 0 < ours <= 1.25 * theirs
 
 
 def test_a_plan_holds_wherever_tensors_of_numbers_are_made() -> None:
