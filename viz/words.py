@@ -9,6 +9,7 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.precision.plans.label import Kind, Reason
 from amp_fx.precision.plans.plan import Cost, NodePlan, Plan
+from amp_fx.precision.policy.levels import LEVELS
 
 #: dtype -> what casts and boxes call it; the others have their own name
 _SHORT = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -88,7 +89,8 @@ def summary(plan: Plan) -> str:
         counts = {"under torch.autocast": under, "left as written": len(inside) - under}
         parts += [f"{count} inside vmap or torch.func: {how}" for how, count in counts.items() if count]
     if plan.meaning:
-        parts.append(f"below 16 bits: {plan.meaning}{_why_none_below(outside, plan)}")
+        why = why_none_below(plan)
+        parts.append(f"below 16 bits: {plan.meaning}{why and f', but no matmul runs in it: {why}'}")
     return "; ".join([text, *parts])
 
 
@@ -123,12 +125,14 @@ def _why_wide(row: NodePlan, plan: Plan) -> str:
     return sentence(row.reasons[-1]) if row.reasons else "the plan gives no reason"
 
 
-def _why_none_below(rows: Sequence[NodePlan], plan: Plan) -> str:
-    """Why a policy below 16 bits runs none of these matmuls there; empty where it does, or the backward decides."""
-    if plan.training or any(row.levels_below for row in rows):
+def why_none_below(plan: Plan) -> str:
+    """Why no matmul runs in the level that a policy means; empty where one does, or the backward decides."""
+    rows = plan.matmuls
+    if plan.training or plan.meaning not in LEVELS or any(row.levels_below for row in rows):
         return ""
-    why = Counter(sentence(reason) for row in rows for reason in row.reasons if "role" in reason.values)
-    return "".join(f", but no matmul runs in it: {text}" for text, _ in why.most_common(1))
+    of_roles = Counter(sentence(reason) for row in rows for reason in row.reasons if "role" in reason.values)
+    why = of_roles or Counter(_why_wide(row, plan) for row in rows if _is_wide(row))
+    return "".join(text for text, _ in why.most_common(1))
 
 
 def _dtype(row: NodePlan) -> str:

@@ -33,6 +33,7 @@ from amp_fx.compiler.notices import (
     graph_arrived,
     say_disabled,
     say_eager,
+    say_none_below,
     say_wide,
     warn_unscaled,
 )
@@ -49,7 +50,7 @@ from amp_fx.precision.policy.levels import AUTO, levels_of
 from amp_fx.runtime.weights.changes import counting
 from amp_fx.runtime.weights.mode import casts_in_each_call
 from amp_fx.runtime.widened import refuse_training
-from amp_fx.viz.words import summary
+from amp_fx.viz.words import summary, why_none_below
 
 logger = logging.getLogger(__name__)
 
@@ -198,10 +199,12 @@ def _say(plan: Plan) -> None:
     """One line in the log for each graph and each rule that is about nothing, and the plan to whoever listens."""
     if logger.isEnabledFor(logging.INFO):
         logger.info("graph %s: %s", plan.graph, summary(plan))
-    # after a break there are other graphs, which may have what the rule is about
+    # after a break there are other graphs, which may have what the rule is about, or run below 16 bits
     level = logging.INFO if plan.graph_break else logging.WARNING
     for text in unused_rules([plan]):
         logger.log(level, "%s", text)
+    if not plan.graph_break and (why := why_none_below(plan)):
+        say_none_below(plan.graph, plan.meaning, why)
     publish(plan)
 
 

@@ -1,7 +1,7 @@
 """What a program is told once.
 
-That no graph has arrived, that float16 is trained without loss scaling, that autocast is off around a graph, and that
-Dynamo leaves code beside graphs to eager.
+That no graph has arrived, that float16 is trained without loss scaling, that autocast is off around a graph, that
+nothing of it runs below 16 bits, and that Dynamo leaves code beside graphs to eager.
 
 What Dynamo does not compile, and why, it says itself under ``TORCH_LOGS=graph_breaks``, and :func:`amp_fx.explain`
 shows it.
@@ -65,10 +65,8 @@ def warn_unscaled(cause: str) -> None:
 
 def say_disabled(graph: str) -> None:
     """Says once that a graph is lowered though the program has switched autocast off around it."""
-    if _is_looking.get() or "disabled" in _told:
-        return
-    _told.add("disabled")
-    logger.warning(
+    _say_once(
+        "disabled",
         "graph %s is called inside torch.autocast(enabled=False), and amp_fx lowers it: around a compiled function, or "
         "behind a graph break, a backend cannot tell this from a program without autocast. To keep it in fp32, give a "
         "rule: options={'policy': {'base': 'autocast', 'rules': [{'module': ..., 'precision': 'fp32'}]}}.",
@@ -78,14 +76,29 @@ def say_disabled(graph: str) -> None:
 
 def say_wide(profile: str) -> None:
     """Says once that fp16 was asked for, and a graph runs in fp32 as the device multiplies no faster in fp16."""
-    if _is_looking.get() or "wide" in _told:
-        return
-    _told.add("wide")
-    logger.warning(
-        "dtype='float16' is asked for, and a graph runs in fp32: %s. options={'profile': 'off'} runs it in fp16, as "
-        "on a GPU.",
-        f"{profile} gains nothing by fp16",
+    _say_once(
+        "wide",
+        "dtype='float16' is asked for, and a graph runs in fp32: %s gains nothing by fp16. options={'profile': 'off'} "
+        "runs it in fp16, as on a GPU.",
+        profile,
     )
+
+
+def say_none_below(graph: str, level: str, why: str) -> None:
+    """Says once for each cause that a graph is to run in a level below 16 bits, and none of its matmuls does."""
+    _say_once(
+        f"{level}: {why}",
+        "no matmul of graph %s runs below 16 bits (%s): %s. amp_fx.explain(model, *args) has the reason of each.",
+        graph,
+        level,
+        why,
+    )
+
+
+def _say_once(about: str, text: str, *values: object) -> None:
+    if not _is_looking.get() and about not in _told:
+        _told.add(about)
+        logger.warning(text, *values)
 
 
 def outside_remedy(device: str, low: torch.dtype) -> str:
@@ -108,15 +121,14 @@ def say_eager(graph: str, graph_break: str, device: str, low: torch.dtype) -> No
     _given_up[:] = [now]
     is_never = any(part in graph_break for part in _NEVER_COMPILED)
     is_between = all(count > earlier for count, earlier in zip(now, before, strict=True))
-    if "eager" in _told or not (is_never or is_between):
-        return
-    _told.add("eager")
-    logger.warning(
-        "Dynamo leaves code %s to eager: matmuls in there run in the dtypes of their weights. %s. "
-        "amp_fx.explain(model, *args) counts them.",
-        f"after graph {graph} ({graph_break})" if is_never else f"before graph {graph}",
-        outside_remedy(device, low),
-    )
+    if is_never or is_between:
+        _say_once(
+            "eager",
+            "Dynamo leaves code %s to eager: matmuls in there run in the dtypes of their weights. %s. "
+            "amp_fx.explain(model, *args) counts them.",
+            f"after graph {graph} ({graph_break})" if is_never else f"before graph {graph}",
+            outside_remedy(device, low),
+        )
 
 
 def expect_graph() -> None:

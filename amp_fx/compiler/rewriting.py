@@ -32,6 +32,7 @@ from amp_fx.passes import (
 from amp_fx.passes.forward.place_by_sensitivity import Placement
 from amp_fx.passes.levels.place_levels import Budget
 from amp_fx.precision.placement.devices import resolve
+from amp_fx.precision.placement.level_cost import as_autocast
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.plans.plan_files import choose_plan, counterparts
 from amp_fx.precision.plans.sensitivity import CallSensitivity, Sensitivity
@@ -104,7 +105,7 @@ def _levels_given(
         return replace(given, mark=MarkMatmuls(planned=False)), ""
     levels, means = policy_levels(opts, context.profile, device, low, training=False, keeps_weights=keeps)
     if levels is not None and opts.sensitivity is not None:
-        return given, f"as autocast: a policy with sensitivity places no matmuls in {base}, a plan does"
+        return given, as_autocast("with sensitivity only a plan places matmuls in it", base).text
     return replace(given, levels=levels), means
 
 

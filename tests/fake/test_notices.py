@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import amp_fx.compiler.backend
 from amp_fx._torch import dynamo as hooks
 from amp_fx.compiler import notices
 from amp_fx.instruments.reports import explaining
+from amp_fx.precision.placement.profile import DeviceProfile
 from small_models import Recurrent
 from versions import UP_TO_2_13, UP_TO_2_14
 
@@ -225,3 +227,33 @@ def test_it_is_told_where_autocast_is_off_around_what_is_lowered(
         with contextlib.nullcontext() if around is None else torch.autocast("cpu", **around):
             run(torch.randn(size, 8))
     assert sum("enabled=False" in text for text in warned(caplog)) == told
+
+
+@pytest.mark.parametrize(
+    ("mode", "rates", "launch", "why"),
+    [
+        (torch.inference_mode, (1e12, 1.0e12, 1.1e12), 1e-6, "converting would cost more"),
+        (torch.no_grad, (1e12, 1.0e12, 1.1e12), 1e-6, "converting would cost more"),
+        (torch.no_grad, (1e9, 1.1e9, 1.2e9), 1e-3, "faster than with casts on slow"),
+    ],
+)
+def test_a_policy_below_16_bits_that_runs_nothing_there_is_told_once_with_the_reason(
+    mode: Any,
+    rates: tuple[float, ...],
+    launch: float,
+    why: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    peak = dict(zip(("float32", "bfloat16", "int8"), rates, strict=True))
+    DeviceProfile("slow", "cpu", peak, 1e9, launch).save(profile := tmp_path / "profile.json")
+    options = {"policy": "int8", "profile": str(profile)}
+    for width in (64, 32):
+        model = OwnSequential(
+            nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)
+        )
+        torch._dynamo.reset()
+        with mode():
+            torch.compile(model, backend="amp_fx", options=options)(torch.randn(8, width))
+    [said] = warned(caplog)
+    assert f"no matmul of graph 0/0 runs below 16 bits (int8): {why}" in said

@@ -190,23 +190,24 @@ def meaning(
     level does.
     """
     if not levels_of(base, training=training):
-        return _as_autocast("it is about graphs without gradients", base)
+        return as_autocast("it is about graphs without gradients", base)
     hardware = profile or (builtin(device) if device in DEVICE_TYPES else None)
     name = device if hardware is None else f"{device} {hardware.name}"
     level = auto_level(base, choice, device)
     is_forced = profile is None and any(way.device == device for way in level.implementations)
     if not is_forced and (hardware is None or level.rate not in hardware.peak):
-        return _as_autocast(f"{name} has no {level.policy} rate", level.policy)
+        return as_autocast(f"{name} has no {level.policy} rate", level.policy)
     if not multiplies(level, device, choice):
         named = level.name if choice == AUTO else choice
-        return _as_autocast(f"{name} does not multiply in {named}", level.policy)
+        return as_autocast(f"{name} does not multiply in {named}", level.policy)
     if not training and level.evaluated:
         level = levels_of(base)[level.evaluated]
     return Meaning(level.name, level, None if profile is None else LevelCost.of(profile, low, level))
 
 
 @cache_results()  # so that it is said once
-def _as_autocast(why: str, policy: str) -> Meaning:
+def as_autocast(why: str, policy: str) -> Meaning:
+    """A policy below 16 bits that means autocast; the log says so, and why."""
     logger.warning("policy %r means 'autocast' here: %s", policy, why)
     return Meaning(f"as autocast: {why}")
 

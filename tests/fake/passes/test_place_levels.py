@@ -16,7 +16,7 @@ from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import MARK
 from amp_fx.instruments.reports import Report
 from amp_fx.passes.levels.place_levels import _product_before
-from amp_fx.precision.placement.level_cost import _as_autocast
+from amp_fx.precision.placement.level_cost import as_autocast
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import Kind, Reason
 from amp_fx.precision.plans.plan import Plan
@@ -139,7 +139,7 @@ def test_a_device_without_a_rate_runs_nothing_below(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", ["auto", "off"])
 def test_a_cpu_means_autocast_and_says_so_once(profile: str, caplog: pytest.LogCaptureFixture) -> None:
-    _as_autocast.cache_clear()
+    as_autocast.cache_clear()
     given = {"policy": "fp8", "profile": profile, "strict": True}
     assert lowered(MLP(32, 64, 64, 16), [torch.randn(32, 32)], given).scaled() == ([], [])
     found = evaluated(Attention(), torch.randn(4, 32), {**given, "weights": "cast"})
