@@ -123,6 +123,8 @@ def _compiled(case: Case, model: nn.Module, arm: Arm) -> nn.Module:
 #: share of the mean size of all gradients below which a gradient is judged by that size: what is left where all of it
 #: cancels (the bias in front of a norm, of keys) is rounding
 _LEAST = 2.0**-4
+#: the same of a gradient that is zero but for rounding in fp64
+_CANCELS = 2.0**-40
 
 
 def wrong_gradients(
@@ -131,7 +133,8 @@ def wrong_gradients(
     """Parameters whose gradient is far worse than that of another run, each judged by itself.
 
     A gradient may be ``times`` as far from the exact one as theirs is, or as all of theirs are together. One that is
-    zero where the exact one and theirs are not is always wrong.
+    zero where the exact one and theirs are not is always wrong. The bias in front of a norm has none: what cancels is
+    as large as its weight's gradient, by which the error counts.
     """
     whole = relative_error(theirs, exact)
     size = math.sqrt(sum(each.double().square().sum().item() for each in exact.values()))
@@ -139,6 +142,9 @@ def wrong_gradients(
     wrong = dict.fromkeys({*zeroed(ours, exact)} - {*zeroed(theirs, exact)}, "is zero")
     for name, true in exact.items():
         norm = max(true.double().norm().item(), _LEAST * mean * math.sqrt(true.numel()), 1e-30)
+        weight = exact.get(f"{name.removesuffix('bias')}weight")
+        if weight is not None and true.double().norm() < _CANCELS * size:
+            norm = max(norm, weight.double().norm().item())
         error, allowed = (
             (each[name].double() - true.double()).norm().item() / norm for each in (ours, theirs)
         )

@@ -57,6 +57,17 @@ def test_a_gradient_that_cancels_or_that_the_other_run_has_lost_too_is_not_wrong
     assert not wrong_gradients(lost, lost, exact)
 
 
+def test_a_bias_in_front_of_a_norm_is_judged_by_the_gradient_of_its_weight() -> None:
+    # in fp64 nothing but rounding is left of it
+    exact = {**gradients(), "weight": torch.ones(256).double(), "bias": torch.full((16,), 1e-17).double()}
+    theirs = {name: value.bfloat16().double() for name, value in exact.items()}
+    for error, wrong in ((1e-3, []), (1.0, ["bias"])):
+        assert list(wrong_gradients({**theirs, "bias": torch.full((16,), error)}, theirs, exact)) == wrong
+    # one that is not zero is judged by itself
+    exact["bias"] *= 1e13
+    assert list(wrong_gradients({**theirs, "bias": torch.full((16,), 1e-1)}, theirs, exact)) == ["bias"]
+
+
 @pytest.mark.usefixtures("without_inductor")
 def test_compare_names_parameters_whose_gradient_has_become_zero() -> None:
     whole = Step.results
