@@ -133,8 +133,9 @@ def compile_rewritten(
     if in_int8 and graph_devices(call.gm) == {"cpu"} and not multiplies_int8():
         write_out_int8(rewritten.graph)
     mode = _mode(call, rewritten)
-    plan.weights = str(mode)
     kept = None if mode.name == "cast" else _with_weights(call, rewritten, mode)
+    # nothing is said where nothing is made of weights
+    plan.weights = "" if kept is None and mode.name != "cast" else str(mode)
     if kept is not None:
         return _WithPrepared(kept, call.opts)
     if place is None and not plan.changed and not call.in_autocast:

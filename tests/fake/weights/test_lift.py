@@ -14,11 +14,13 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import amp_fx
 from amp_fx._torch import Packing, packing
 from amp_fx.runtime.weights import held_bytes
 from amp_fx.runtime.weights.cache import keep
 from amp_fx.runtime.weights.calling import FrozenGraph
 from amp_fx.runtime.weights.lift import Prepare, prepare_of, weights_of
+from graphs import rewrite, without_inductor
 
 aten = torch.ops.aten
 
@@ -133,3 +135,16 @@ def test_a_graph_is_compiled_for_one_model_while_it_is_for_another() -> None:
         thread.join(30)
     assert waited == [True]
     assert all(torch.equal(got[at], -weights) for at, weights in enumerate(models))
+
+
+def test_a_program_that_follows_a_plan_keeps_copies_and_one_that_needs_none_says_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(4, 16)
+    plans = [rewrite(model, x, options={"profile": "off"}).plan]
+    plans += [rewrite(model, x, options={"policy": {"rules": [{"op": "linear", "precision": "fp32"}]}}).plan]
+    for plan, is_kept in zip(plans, (True, False), strict=True):
+        torch._dynamo.reset()
+        with without_inductor(), amp_fx.record() as recording, torch.inference_mode():
+            run = torch.compile(lambda x: model(x), backend="amp_fx", options={"plan": plan})
+            torch.testing.assert_close(run(x), run(x))
+        assert [bool(held_bytes()), bool(recording.plans[0].weights)] == [is_kept, is_kept]
+        amp_fx.reset()
