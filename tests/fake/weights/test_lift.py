@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -142,9 +143,10 @@ def test_a_program_that_follows_a_plan_keeps_copies_and_one_that_needs_none_says
     plans = [rewrite(model, x, options={"profile": "off"}).plan]
     plans += [rewrite(model, x, options={"policy": {"rules": [{"op": "linear", "precision": "fp32"}]}}).plan]
     for plan, is_kept in zip(plans, (True, False), strict=True):
+        options: dict[str, Any] = {"plan": plan}
         torch._dynamo.reset()
         with without_inductor(), amp_fx.record() as recording, torch.inference_mode():
-            run = torch.compile(lambda x: model(x), backend="amp_fx", options={"plan": plan})
+            run = torch.compile(lambda x: model(x), backend="amp_fx", options=options)
             torch.testing.assert_close(run(x), run(x))
         assert [bool(held_bytes()), bool(recording.plans[0].weights)] == [is_kept, is_kept]
         amp_fx.reset()
