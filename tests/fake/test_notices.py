@@ -245,7 +245,7 @@ def test_a_policy_below_16_bits_that_runs_nothing_there_is_told_once_with_the_re
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    peak = dict(zip(("float32", "bfloat16", "int8"), rates, strict=True))
+    peak: dict[str, float] = dict(zip(("float32", "bfloat16", "int8"), rates, strict=True))
     DeviceProfile("slow", "cpu", peak, 1e9, launch).save(profile := tmp_path / "profile.json")
     options: dict[str, Any] = {"policy": "int8", "profile": str(profile)}
     for width in (64, 32):
