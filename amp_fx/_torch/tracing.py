@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "autocast_disabled",
-    "autocast_shield", "defining_module", "disable_proxy_modes_tracing", "enable_autocast",
+    "autocast_shield", "defining_module", "disable_proxy_modes_tracing", "enable_autocast", "functorch_levels_closed",
     "get_proxy_mode", "has_autocast_rule", "ignore_fresh_symbols", "in_disabled_autocast",
     "is_functorch_wrapped", "is_hidden_call", "is_hooks_switch", "known_sizes", "make_fx", "nesting_change",
     "onednn_computes", "op_name", "own_op", "quantised_ops", "registered_ops", "saved_tensors_shield",
@@ -77,6 +77,16 @@ def ignore_fresh_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextMana
     if mode.shape_env is None:
         return contextlib.nullcontext()
     return mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
+@contextlib.contextmanager
+def functorch_levels_closed() -> Iterator[None]:
+    """Closes the functorch levels that a run opened and, as it failed, did not close."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def nesting_change(target: object) -> int:

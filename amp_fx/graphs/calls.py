@@ -161,6 +161,12 @@ def target_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target)).removeprefix("prim_").removeprefix("prim ")
 
 
+def changes_shape(name: str) -> bool:
+    """True for the name of an op that lays the very value otherwise: ``y.unsqueeze_(0)``, ``y.t_()``."""
+    packet = getattr(torch.ops.aten, name, None) if name.endswith("_") else None
+    return packet is not None and torch.Tag.inplace_view in getattr(packet, packet.overloads()[0]).tags
+
+
 #: what Dynamo calls the ways to make a DTensor of a tensor, the reverse, and to place one otherwise
 LAYOUTS = frozenset({"from_local", "full_tensor", "redistribute", "to_local"})
 

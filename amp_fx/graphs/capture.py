@@ -31,13 +31,30 @@ from amp_fx._torch import (
     OpOverload,
     copy_of,
     enable_autocast,
+    functorch_levels_closed,
     ignore_fresh_symbols,
+    is_functorch_wrapped,
+    is_hooks_switch,
     make_fx,
     take_over,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import argument_value, convolution_settings, grad_modes, output_nodes
-from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter, fake_mode_of, stand_in
+from amp_fx.graphs.calls import (
+    argument_value,
+    changes_shape,
+    convolution_settings,
+    grad_modes,
+    output_nodes,
+    target_name,
+)
+from amp_fx.graphs.capturing import (
+    INLINED,
+    OPAQUE_BODIES,
+    CapturingInterpreter,
+    fake_mode_of,
+    reads_example,
+    stand_in,
+)
 from amp_fx.graphs.keys import TRACED_META
 from amp_fx.graphs.regions import Regions, enclose, node_regions, of_user
 from amp_fx.graphs.values import dtypes_and_sizes, tensors
@@ -103,6 +120,7 @@ def _trace(
         with mode, ignore_fresh_symbols(mode), preserve_node_meta(), contextlib.ExitStack() as states:
             for device_type, region in ambient.items():
                 states.enter_context(enable_autocast(device_type, region.by_user, region.dtype))
+            _lay_as_made(gm, inputs)
             traced = make_fx(
                 interpreter.run,
                 decomposition_table=_COMPOSITES,
@@ -117,6 +135,48 @@ def _trace(
         raise CaptureError(
             f"cannot trace {interpreter.where} to pre-dispatch ATen: {type(error).__name__}: {error}"
         ) from error
+
+
+class _Laid(fx.Interpreter):
+    """Runs a Dynamo graph on its fake tensors, and notes how values of ``changed`` lie where they are made."""
+
+    def __init__(self, gm: fx.GraphModule, changed: Mapping[int, torch.Tensor]) -> None:
+        super().__init__(gm)
+        self._changed = changed
+        self.found: dict[int, tuple[Any, ...]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        # amp_fx compiles with hooks of its own, with which such a switch fails
+        result = None if is_hooks_switch(n.target) else super().run_node(n)
+        if reads_example(n):
+            for value, made in zip(tensors(n.meta.get("example_value")), tensors(result), strict=False):
+                if id(value) in self._changed:
+                    layout = made.shape, made.stride(), made.storage_offset()
+                    self.found.setdefault(id(value), layout)
+        return result
+
+
+def _lay_as_made(gm: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
+    """Lays what capture reads of Dynamo as it was made, where the program changes its shape later.
+
+    Case: ``y = vmap(f)(x); z = b + y; y.unsqueeze_(0)``. Dynamo has one fake tensor for ``y``, in its last shape.
+    """
+    changed = {
+        id(value): value
+        for node in gm.graph.nodes
+        if node.op in ("call_function", "call_method") and changes_shape(target_name(node))
+        for value in tensors(node.all_input_nodes[0].meta.get("example_value"))
+        if not is_functorch_wrapped(value)
+    }
+    read = [node.meta.get("example_value") for node in gm.graph.nodes if changed and reads_example(node)]
+    if not any(id(value) in changed for value in tensors(read)):
+        return
+    laid = _Laid(gm, changed)
+    with functorch_levels_closed():
+        laid.run(*(node.meta["example_value"] for node in inputs))
+    with torch.no_grad():
+        for key, layout in laid.found.items():
+            changed[key].as_strided_(*layout)
 
 
 def _capture_bodies(gm: fx.GraphModule, regions: Mapping[fx.Node, Regions]) -> dict[str, fx.GraphModule]:

@@ -38,7 +38,14 @@ from amp_fx._torch import (
     wrapped_tensors,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import LAYOUTS, is_gradient_call, is_leaf_call, origin, target_name, where
+from amp_fx.graphs.calls import (
+    LAYOUTS,
+    is_gradient_call,
+    is_leaf_call,
+    origin,
+    target_name,
+    where,
+)
 from amp_fx.graphs.keys import REGION_META, STEP_META
 from amp_fx.graphs.regions import (
     EXIT,
@@ -67,12 +74,13 @@ INLINED = "invoke_subgraph"
 CaptureBodies = Callable[[fx.GraphModule, Mapping[fx.Node, Regions]], dict[str, fx.GraphModule]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Raw:
     """A value that only exists inside a functorch region: a proxy for the graph, no fake tensor to run on."""
 
     proxy: fx.Proxy
     example: Any
+    left: Any = None  # what the first call outside was given; a later one may have changed its shape
 
 
 class CapturingInterpreter(fx.Interpreter):
@@ -131,7 +139,7 @@ class CapturingInterpreter(fx.Interpreter):
             return self._copy_raw(n)
         if isinstance(n.target, HigherOrderOperator):
             return self._inline(n) if n.target.name() == INLINED else self._keep_higher_order(n)
-        if is_gradient_call(n) or is_leaf_call(n) or changes_layout(n) or takes_wrapped(n):
+        if is_call_left(n):
             return self._leave_raw(self._copy_raw(n))
         if is_hidden_call(n.target):
             return self._keep_hidden(n)
@@ -232,9 +240,11 @@ class CapturingInterpreter(fx.Interpreter):
         """Turns a functorch region's result into a fake tensor that make_fx can go on with."""
         if not isinstance(value, _Raw):
             return value
-        with disable_proxy_modes_tracing():
-            example = tree_map(stand_in, value.example)
-        return track_tensor_tree(example, value.proxy, constant=None, tracer=self._tracer)
+        if value.left is None:
+            with disable_proxy_modes_tracing():
+                example = tree_map(stand_in, value.example)
+            value.left = track_tensor_tree(example, value.proxy, constant=None, tracer=self._tracer)
+        return value.left
 
     def _to_proxy(self, value: Any) -> Any:
         return value.proxy if isinstance(value, _Raw) else self._tracer.unwrap_proxy(value)
@@ -258,6 +268,18 @@ class CapturingInterpreter(fx.Interpreter):
         track_tensor_tree(alias, proxy, constant=None, tracer=self._tracer)
         track_tensor_tree(result, argument, constant=None, tracer=self._tracer)
         return alias
+
+
+def reads_example(node: fx.Node) -> bool:
+    """True for a node whose value capture takes from Dynamo, and does not compute."""
+    given = tensors([each.meta.get("example_value") for each in node.all_input_nodes])
+    is_kept = isinstance(node.target, HigherOrderOperator) or is_call_left(node)
+    return is_kept or any(map(is_functorch_wrapped, given))
+
+
+def is_call_left(node: fx.Node) -> bool:
+    """True for a call, outside of functorch regions, that is copied as Dynamo wrote it."""
+    return is_gradient_call(node) or is_leaf_call(node) or changes_layout(node) or takes_wrapped(node)
 
 
 def takes_wrapped(node: fx.Node) -> bool:
