@@ -196,10 +196,10 @@ def _run(program: Program, args: Sequence[Any], arm: _Arm, dtype: torch.dtype | 
 
 
 def shared_storages(values: Mapping[str, Tensor]) -> frozenset[frozenset[str]]:
-    """Who shares a storage that is not empty with whom."""
+    """Who shares a storage with whom; what has no elements shares nothing that is seen."""
     found: dict[int, set[str]] = {}
     for name, value in values.items():
-        if value.untyped_storage().nbytes():
+        if value.numel():
             found.setdefault(value.untyped_storage().data_ptr(), set()).add(name)
     return frozenset(frozenset(names) for names in found.values() if len(names) > 1)
 

@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError
 
 import amp_fx.compiler.rewriting
+from amp_fx._torch import GROUPS
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
 from amp_fx.precision.plans.plan import Plan
@@ -98,7 +99,10 @@ def _rewritten(function: Callable[..., Any], program: Program) -> dict[str, _Run
 
         return run
 
-    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    # frames of amp_fx alone know the shapes of grouped products in fp32
+    GROUPS.install()
+    backend.__module__ = "amp_fx"
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=program.dynamic)
     result = {}
     for chosen in ("compiled", "eager"):
         with torch._dynamo.config.patch(error_on_recompile=chosen == "eager"):

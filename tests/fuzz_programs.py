@@ -88,6 +88,8 @@ EXPRESSIONS = (
     "torch.matmul({a}, {b})", "torch.matmul({a}, {b})", "F.linear({a}, {b})", "F.linear({a}, {b}, {c})",
     "torch.addmm({a}, {b}, {c})", "torch.bmm({a}, {b})", "torch.baddbmm({a}, {b}, {c})", "torch.mv({a}, {b})",
     "torch.dot({a}, {b})", "torch.outer({a}, {b})", "torch.einsum('...ij,...jk->...ik', {a}, {b})",
+    "F.grouped_mm({a}, {b}, offs=torch.tensor([2, 4], dtype=torch.int32))",
+    "F.grouped_mm({a}.repeat(1, 2), torch.stack([{b}.repeat(2, 2)] * 2), offs=torch.tensor([2, 4], dtype=torch.int32))",
     "F.conv1d({a}, {b})", "F.scaled_dot_product_attention({a}, {b}, {c})",
     # listed fp32
     "{a}.softmax(-1)", "F.log_softmax({a}, -1)", "F.layer_norm({a}, {a}.shape[-1:])",
@@ -215,6 +217,7 @@ class Program:
     outputs: tuple[str, ...]  # names that it returns, repeats allowed
     ambient: torch.dtype | None  # of the user's autocast around the call
     options: DrawnOptions = DEFAULTS
+    dynamic: bool = False  # sizes are unknown to the compiler
 
     @property
     def low(self) -> torch.dtype:
@@ -271,7 +274,7 @@ class Program:
         return made
 
     def __str__(self) -> str:
-        return f"# autocast: {self.ambient}\n# {self.options}\n# {self.inputs}\n{self.source}"
+        return f"# autocast: {self.ambient}, dynamic: {self.dynamic}\n# {self.options}\n# {self.inputs}\n{self.source}"
 
 
 _SCOPE: Mapping[str, Any] = {
@@ -308,7 +311,8 @@ def programs(draw: st.DrawFn) -> Program:
     results = names[len(inputs) :]
     hypothesis.assume(results)
     outputs = [results[-1], *draw(st.lists(st.sampled_from(names), max_size=2))]
-    return Program(tuple(inputs), tuple(lines), tuple(outputs), ambient, draw(drawn_options()))
+    dynamic = draw(st.integers(0, 3)) == 0
+    return Program(tuple(inputs), tuple(lines), tuple(outputs), ambient, draw(drawn_options()), dynamic)
 
 
 def _draw_line(draw: st.DrawFn, names: Sequence[str]) -> tuple[str, str]:
