@@ -224,6 +224,22 @@ def _kept_where_the_size_is(note: _Note) -> contextlib.AbstractContextManager[ob
     return _kernels({**kernels, nearest: instead(nearest, (1.0, 2.0))})
 
 
+def _next_in_its_dtype(note: _Note) -> contextlib.AbstractContextManager[object]:
+    """ATen finds the next number of 16 bits. Generated code widens to fp32, whose next number rounds to the first."""
+    from torch._inductor import lowering
+
+    op = _aten.nextafter.default
+    stock, kernel = lowering.lowerings[op], lowering.fallback_handler(op, add_to_fallback_set=False)
+
+    def lower(x: Any, towards: Any) -> Any:
+        if min(x.get_dtype().itemsize, towards.get_dtype().itemsize) > 2:
+            return stock(x, towards)
+        note()
+        return kernel(x, towards)
+
+    return mock.patch.dict(lowering.lowerings, {op: lower})
+
+
 FAULTS = (
     Fault(
         "sums that are made in place (gradients of interpolation and max pooling) between convolutions on a CPU",
@@ -262,6 +278,12 @@ FAULTS = (
         "the dimension is kept, or doubled, as eagerly",
         "pytorch#198201",
         _kept_where_the_size_is,
+    ),
+    Fault(
+        "nextafter of 16-bit values",
+        "it runs by ATen's own kernel",
+        "not reported",
+        _next_in_its_dtype,
     ),
 )
 

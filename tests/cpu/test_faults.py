@@ -252,3 +252,26 @@ def test_every_row_is_of_a_supported_version_and_is_undone() -> None:
         "2.14",
         "2.15",
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_next_number_of_16_bits_is_another_number(dtype: torch.dtype) -> None:
+    def program(x: Tensor, far: Tensor) -> tuple[Tensor, ...]:
+        y = x * 2
+        nexts = (
+            torch.nextafter(y, far),
+            y.nextafter(y),
+            torch.nextafter(y, far[:1]),
+            torch.nextafter(y.t(), -far),
+        )
+        return *nexts, torch.nextafter(nexts[0], far), torch.nextafter(y.float(), far.float())
+
+    x, far = torch.randn(4, 4).to(dtype), torch.full((4, 4), 8.0, dtype=dtype)
+    right = program(x, far)
+    # as soon as stock is right, the row of the table can go
+    assert not torch.equal(torch.compile(program)(x, far)[0], right[0])
+    for numerics in ("compiled", "eager"):
+        torch._dynamo.reset()
+        got = torch.compile(program, backend="amp_fx", options={**LOW, "numerics": numerics})(x, far)
+        assert [value.dtype for value in got] == [value.dtype for value in right]
+        assert all(map(torch.equal, got, right))
