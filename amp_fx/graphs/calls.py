@@ -54,7 +54,7 @@ def is_channels_last(node: fx.Node) -> bool:
 
 
 def convolution_settings(node: fx.Node) -> dict[str, Any]:
-    """What a convolution is given besides tensors, sizes for each dimension."""
+    """The arguments of a convolution besides tensors, sizes for each dimension."""
     dims = argument_value(node, "weight").meta["val"].ndim - 2
     schema: Any = node.target
     given = {each.name: each.default_value for each in schema._schema.arguments} | dict(arguments(node))
@@ -93,12 +93,12 @@ def graph_inputs_of(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def origin(node: fx.Node) -> dict[str, Any]:
-    """What says where a node is in the program."""
+    """The metadata that says where in the program a node comes from."""
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
 
 def values_read(node: fx.Node) -> list[fx.Node]:
-    """What a call reads but for sizes and other numbers, which are nodes where they are not known."""
+    """The tensors that a call reads; sizes and other numbers, nodes where they are not known, are left out."""
     numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
     return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), numbers)]
 
@@ -156,14 +156,16 @@ def start(graph: fx.Graph) -> fx.Node:
 
 
 def target_name(node: fx.Node) -> str:
-    """What Python calls the target of a call."""
+    """The Python name of the target of a call."""
     # Dynamo of torch 2.11 makes functions of what a DTensor does: "prim_redistribute", "prim from_local"
     return getattr(node.target, "__name__", str(node.target)).removeprefix("prim_").removeprefix("prim ")
 
 
 def changes_shape(name: str) -> bool:
     """True for the name of an op that lays the very value otherwise: ``y.unsqueeze_(0)``, ``y.t_()``."""
-    packet = getattr(torch.ops.aten, name, None) if name.endswith("_") else None
+    # the namespace has Python's own methods as well, such as __eq__
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    packet = getattr(torch.ops.aten, name, None) if is_in_place else None
     return packet is not None and torch.Tag.inplace_view in getattr(packet, packet.overloads()[0]).tags
 
 
@@ -248,7 +250,7 @@ def is_leaf_call(node: fx.Node) -> bool:
 
 
 def differentiated(graph: fx.Graph) -> set[fx.Node]:
-    """What the graph itself takes gradients by, or makes a leaf for that. Readers must read this very node."""
+    """The values by which the graph itself takes gradients, or their leaves. Readers must read this very node."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if is_gradient_call(node):
