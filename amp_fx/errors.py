@@ -23,7 +23,7 @@ class PlanError(AmpFxError, ValueError):
 
 
 class InputError(AmpFxError, TypeError):
-    """What a model is called with is none of its arguments, or has another dtype than an exported program takes."""
+    """A call has an argument that the model does not take, or a dtype that the program was not exported for."""
 
 
 class ExportError(AmpFxError):

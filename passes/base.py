@@ -1,4 +1,4 @@
-"""What a pass is, and the runner that enforces it.
+"""The base class of passes, and the runner that enforces its contract.
 
 A pass takes a GraphModule whose nodes carry a correct ``meta["val"]``, leaves it so, and says what it changed. The
 runner lints what a pass has changed, and names a pass that fails together with those that ran before it.
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassContext:
-    """What passes may read besides the graph."""
+    """The facts that passes may read besides the graph."""
 
     policy: Policy = Policy()
     numerics: str = "compiled"  # or "eager"
@@ -51,7 +51,7 @@ class PassContext:
 
 
 class Note:
-    """What passes note, by name."""
+    """The notes of passes, by name."""
 
     MATCHED = "matched"  #: the user's rules that are about a call of the graph
     CHOICES = "choices"  #: (name in the plan, role) of a matmul -> its level below 16 bits, or None, and why
@@ -65,7 +65,7 @@ Notes = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass has done with one graph.
+    """The result of a pass on one graph.
 
     Attributes:
         summary: one line for the log.
@@ -208,7 +208,7 @@ def marked(node: fx.Node, key: str = MARK) -> str | None:
 
 
 def gradients_in(gm: fx.GraphModule) -> set[fx.Node]:
-    """What depends on a gradient that enters the backward; nothing in a graph without one."""
+    """The nodes that depend on a gradient that enters the backward; none in a graph without one."""
     roles = joint_roles(gm)
     found = set() if roles is None else set(roles.tangents)
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""What holds of every node of a graph at each stage, as data. Tests check it after each pass; users' runs do not."""
+"""The spec of every node of a graph at each stage, as data. Tests check it after each pass; users' runs do not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _BEFORE_CASTS = {
 
 
 def spec_after(step: Pass) -> tuple[Callable[[fx.Node], bool], ...]:
-    """What holds of each node of a graph on which a pass has run."""
+    """The spec of each node of a graph on which a pass has run."""
     if ".inductor." in type(step).__module__ or getattr(step, "joint", False):
         return (_is_of_inductor,)
     return _BEFORE_CASTS.get(step.name, (_is_of_program, _has_dtype_if_floating, _reads_dtype_of_its_label))

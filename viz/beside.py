@@ -52,7 +52,7 @@ def render(drawing: Drawing) -> str:
 
 
 def headline(totals: Mapping[str, Cost]) -> str:
-    """What is gained, in one line: ``"225 of 450 cast kernels gone: casts move 45 GB, torch.autocast's 90.1 GB"``."""
+    """The gain, in one line: ``"225 of 450 cast kernels gone: casts move 45 GB, torch.autocast's 90.1 GB"``."""
     ours, theirs = totals.get(_OURS), totals.get(_THEIRS)
     if ours is None or theirs is None or ours.kernels is None or theirs.kernels is None:
         return "" if ours is None else cost_text(ours)
@@ -123,7 +123,7 @@ def _kind(cast: CastSum) -> tuple[str, str, str, str]:
 
 
 def _kinds(row: ModuleCasts) -> list[tuple[str, str, str, str]]:
-    """What is a kernel in one of the columns, at least."""
+    """The casts that are kernels in at least one of the columns."""
     return list(dict.fromkeys(_kind(cast) for cast in row.casts if cast.kernels))
 
 

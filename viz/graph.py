@@ -127,7 +127,7 @@ class Graph:
         return Counter(row.dtype for row in rows if row.kind == "call" and row.dtype).most_common()
 
     def boxes(self, depth: int) -> list[str]:
-        """What is drawn for each node, with modules closed from ``depth`` on: ``"n3"``, or a closed group ``"g1"``."""
+        """The box of each node, with modules closed from ``depth`` on: ``"n3"``, or a closed group ``"g1"``."""
         found = []
         for node in self.nodes:
             around = self.around(self.nodes[node.drawn].group)
@@ -212,7 +212,7 @@ class Graph:
         return {first: at for first, at in around if first is not None}
 
     def _look(self, leaf: int, outer: int, casts: Iterable[tuple[str, str]]) -> tuple[Any, ...]:
-        """What must be equal for two nodes to be drawn as one: their groups inside ``outer``, and how they look."""
+        """The key under which two nodes are drawn as one: their groups inside ``outer``, and how they look."""
         node = self.nodes[leaf]
         labels = []
         for group in self.around(node.group):

@@ -93,7 +93,7 @@ def _css(colour: str) -> str:
 
 
 def data(drawing: Drawing) -> dict[str, Any]:
-    """What the page's code reads, as JSON-like data."""
+    """The data that the page's code reads, JSON-like."""
     hot = style.is_hot(drawing)
     borders = {name: [border.dashes, border.width] for name, border in style.CLASSES.items()}
     return {"borders": borders, "depth": DEPTH, "graphs": [_graph(graph, hot) for graph in drawing.graphs]}

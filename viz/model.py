@@ -42,7 +42,7 @@ class Drawable(Protocol):
         ...
 
     def diff(self, other: Any) -> Diff:
-        """What another report changes against this one."""
+        """The differences of another report from this one."""
         ...
 
 

@@ -72,7 +72,7 @@ CLASSES = {
 
 
 class Face(NamedTuple):
-    """What a box says and how it looks; its ``share`` of the bytes that casts move tints a closed module."""
+    """The text and look of a box; its ``share`` of the bytes that casts move tints a closed module."""
 
     lines: list[str]
     fill: str
@@ -115,7 +115,7 @@ def group_face(graph: Graph, group: Group, *, hot: bool, folded: bool = True) ->
 
 
 def legend(drawing: Drawing) -> Iterator[tuple[Border, str, str]]:
-    """What occurs in a picture: a border, its fill and its colour; a line has no fill."""
+    """The entries of a legend, each a border, its fill and its colour; a line has no fill."""
     nodes = [node for graph in drawing.graphs for node in graph.nodes]
     casts = [row for graph in drawing.graphs for edge in graph.edges for row in edge.casts]
     dtypes, classes = {node.dtype for node in nodes}, {node.op_class for node in nodes}
@@ -151,7 +151,7 @@ def is_hot(drawing: Drawing) -> bool:
 
 
 def measured(error: float | None, what: str) -> tuple[str, int]:
-    """What was measured of a call in words, and its position in :data:`HEAT`; None is an overflow."""
+    """The sensitivity of a call in words, and its position in :data:`HEAT`; None is an overflow."""
     if error is None:
         return MEASURED[what][1], len(HEAT) - 1
     return f"{what} {error:.0e}", next(place for place, (limit, _) in enumerate(HEAT) if error < limit)

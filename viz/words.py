@@ -1,4 +1,4 @@
-"""What plans say in words: why a call computes as it does, and one line about a graph."""
+"""Plans in words: why a call computes as it does, and one line about a graph."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def sentence(reason: Reason) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """What a compiled graph computes in which precision.
+    """A sentence about a compiled graph: its calls by precision.
 
     ``"12 of 14 matmuls in bf16, 9 casts; 2 in fp32: faster than with casts on avx512_bf16 zen5 (options={'profile':
     'off'} forces them)"``. Matmuls are convolutions, attention and recurrent layers, too.

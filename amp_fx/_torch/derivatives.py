@@ -37,7 +37,7 @@ class _Joined(Function):
 
 @contextlib.contextmanager
 def refusing_second_derivatives(error: Callable[[], Exception]) -> Iterator[None]:
-    """What AOTAutograd compiles inside raises an error when a second derivative of it is taken."""
+    """A second derivative of a function that AOTAutograd compiles inside raises an error."""
     from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
 
     def post_compile(self: Any, compiled: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What Dynamo compiles now, where it stopped, and its log; and what amp_fx hooks into torch: all of it, in one list.
+"""The frame that Dynamo compiles, where it stopped, and its log; and all hooks of amp_fx in torch, in one list.
 
 Importing amp_fx hooks in nothing. :func:`install_all` is called when ``torch.compile`` is first given the backend's
 name.
@@ -238,7 +238,7 @@ def _break_text(cause: Any) -> str:
 
 
 def given_up() -> dict[str, int]:
-    """What made Dynamo give up functions in this process, in its words, and how often."""
+    """The reasons for which Dynamo gave up functions in this process, in its words, and how often."""
     return dict(_counters["unimplemented"])
 
 
@@ -277,7 +277,7 @@ class _Within:
 
 
 def called_in(compiled: Any, context: _Context, module: Any = None) -> Any:
-    """What ``torch.compile`` returned, which enters a context in each call; ``module`` is the function's."""
+    """The result of ``torch.compile``, inside a context in each call; ``module`` is the function's."""
     if isinstance(compiled, OptimizedModule):
         made: Any = _Within(compiled.dynamo_ctx, context)
         compiled.dynamo_ctx = made
@@ -317,7 +317,7 @@ def unwrapped_errors(kind: type[Exception]) -> Iterator[None]:
 
 
 def raised_by_backend(error: Exception) -> Exception:
-    """What a backend has raised, of what Dynamo or Inductor have made of it."""
+    """The error that a backend has raised, out of the one that Dynamo or Inductor have made of it."""
     while isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
     return error

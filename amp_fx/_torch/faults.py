@@ -31,7 +31,7 @@ _Note = Callable[[], object]
 
 @dataclass(frozen=True)
 class Fault:
-    """What torch computes wrongly, in words for a report, and what puts it right."""
+    """One wrong result of torch's, in words for a report, with its correction."""
 
     what: str
     instead: str
@@ -128,7 +128,7 @@ def _pooled_by_what_is_there(note: _Note) -> contextlib.AbstractContextManager[o
 
 
 def _sparse_values_kept(note: _Note) -> contextlib.AbstractContextManager[object]:
-    """What a sparse tensor is made of is not given to a later kernel to write its results to."""
+    """The memory of a sparse tensor is not given to a later kernel to write its results to."""
     from torch._inductor import graph, lowering
     from torch._inductor.virtualized import V
 

@@ -70,7 +70,7 @@ def compile_package(ep: torch.export.ExportedProgram, path: str, configs: Mappin
 
 
 def stock_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What ``torch.compile`` does by itself, to compare with."""
+    """The compilation that ``torch.compile`` does by itself, to compare with."""
     from torch._inductor.compile_fx import compile_fx
 
     # typed as what it returns to AOTInductor, too
@@ -191,7 +191,7 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JointRoles:
-    """What the inputs and outputs of a joint graph are."""
+    """The kinds of the inputs and outputs of a joint graph."""
 
     #: position among the inputs of the graph that was compiled -> placeholder; without those that it has changed
     inputs: dict[int, fx.Node]
@@ -222,7 +222,7 @@ def _whole(descriptor: Any) -> Any:
 
 
 def program_outputs(forward: fx.GraphModule) -> list[fx.Node]:
-    """What a forward graph returns to the program, and not, or not only, to its backward."""
+    """The results that a forward graph returns to the program, and not, or not only, to its backward."""
     from torch._functorch._aot_autograd import descriptors
 
     saved = tuple(kind for name, kind in vars(descriptors).items() if name.startswith("SavedForBackwards"))

@@ -31,7 +31,7 @@ StorageRef = weakref.ref[torch.UntypedStorage]
 
 
 def wrapped_tensors(value: Any) -> list[torch.Tensor]:
-    """What a tensor that :func:`is_wrapper` consists of on this process."""
+    """The plain tensors of which a tensor that :func:`is_wrapper` consists on this process."""
     if hasattr(value, "trigger_wait"):
         # a collective may still be writing it
         return [value.trigger_wait()]

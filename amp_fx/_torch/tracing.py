@@ -104,7 +104,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def known_sizes(fakes: Sequence[Any], given: Sequence[Any]) -> dict[Any, int]:
-    """What symbols stand for in a call of a graph of Dynamo's, by the values that it was traced with and is given."""
+    """The sizes that symbols stand for in a call of a graph of Dynamo's, by the values at tracing and in the call."""
     pairs = zip(fakes, given, strict=True)
     return {fake.node.expr: int(value) for fake, value in pairs if isinstance(fake, torch.SymInt)}
 

@@ -1,4 +1,4 @@
-"""What commands are given: models by name or file, options as text, files to write; and how text is shown."""
+"""Arguments of commands: models by name or file, options as text, files to write; and how text is shown."""
 
 from __future__ import annotations
 

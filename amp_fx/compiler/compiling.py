@@ -76,13 +76,13 @@ class Watch(Protocol):
         ...
 
     def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What was compiled of that, with the signature of the program's own graph."""
+        """The compiled function, with the signature of the program's own graph."""
         ...
 
 
 @dataclass(eq=False)
 class Call:
-    """What the backend was called with, and what follows from it.
+    """The arguments of one call of the backend, and all that follows from them.
 
     Attributes:
         ambient: autocast at entry per device type.
@@ -150,7 +150,7 @@ def _levels(rewritten: fx.GraphModule) -> list[Level]:
 
 
 def _mode(call: Call, rewritten: fx.GraphModule) -> Mode:
-    """What becomes of the graph's weights."""
+    """The lifetime of the graph's weights."""
     opts, graph = call.opts, rewritten.graph
     if opts.weights == "cast":
         return Mode("cast", call.why_cast)

@@ -1,4 +1,4 @@
-"""What a program is told once.
+"""Notices that a program is given once.
 
 That no graph has arrived, that float16 is trained without loss scaling, that autocast is off around a graph, that
 nothing of it runs below 16 bits, and that Dynamo leaves code beside graphs to eager.
@@ -102,7 +102,7 @@ def _say_once(about: str, text: str, *values: object) -> None:
 
 
 def outside_remedy(device: str, low: torch.dtype) -> str:
-    """What lowers code that Dynamo leaves to eager."""
+    """The remedy for fp32 in code that Dynamo leaves to eager."""
     return (
         f"Call the compiled model inside torch.autocast({device!r}, {low}), or compile it by amp_fx.compile(model,"
         " outside='autocast')"

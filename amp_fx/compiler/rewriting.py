@@ -174,7 +174,7 @@ def _place_by_sensitivity(
 def _left_below(
     placed: list[tuple[float, float]], rows: Mapping[str, CallSensitivity], budget: float
 ) -> Budget:
-    """What matmuls below 16 bits may add to the error of a graph and its bodies, placed with such sensitivities."""
+    """The error that matmuls below 16 bits may add to a graph and its bodies, placed with such sensitivities."""
     spent, autocast = (sum(column) for column in zip((0.0, 0.0), *placed, strict=True))
     sensitivities = tuple(((row.name, role), row.below(role)) for row in rows.values() for role in row.roles)
     return Budget(sensitivities, max(budget**2 * autocast - spent, 0.0))

@@ -213,7 +213,7 @@ def compile(
 
 
 def _autocast(opts: Options, model: Any, args: Any, kwargs: Any) -> AbstractContextManager[object]:
-    """What a compiled model is called in."""
+    """The context in which a compiled model is called."""
     device = program_device(model, (args, kwargs))
     is_lowered = device in DEVICES and not opts.is_slower_low(device)
     return torch.autocast(device, opts.low_dtype(device)) if is_lowered else nullcontext()

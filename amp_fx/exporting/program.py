@@ -154,7 +154,7 @@ def _fold_norms(lift: Lift, weights: Collection[fx.Node]) -> None:
 def _in_range(
     values: Sequence[torch.Tensor], kept: Sequence[Kept], groups: Sequence[Sequence[Weight]], when_beyond: str
 ) -> list[torch.Tensor]:
-    """What is stored, its infinities clamped where the weights are finite; OptionsError if that is not asked for."""
+    """The stored tensors, infinities clamped where the weights are finite; OptionsError if that is not asked for."""
     group_of = {weight.name: group for group in groups for weight in group}
     refused: dict[str, float] = {}
     found = list[torch.Tensor]()

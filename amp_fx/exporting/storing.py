@@ -37,7 +37,7 @@ Form = torch.dtype | ScaledRows
 
 @dataclass(frozen=True)
 class StoredLow:
-    """What :func:`store_low` has done; as text, one line.
+    """The result of :func:`store_low`; as text, one line.
 
     Attributes:
         stored: name of a parameter -> name of the dtype that it has now.

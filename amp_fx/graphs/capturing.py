@@ -1,4 +1,4 @@
-"""What capture does with each node of a Dynamo graph: run it under make_fx, or keep it as it stands.
+"""The step of capture for each node of a Dynamo graph: it runs under make_fx, or stays as it stands.
 
 DTensors of tensor parallelism are captured as plain fake tensors of their global shapes, which compute and cast alike.
 Calls that change a layout (``from_local``, ``redistribute``, ``to_local``) stay as Dynamo wrote them. So do all calls

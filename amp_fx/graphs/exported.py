@@ -135,7 +135,7 @@ class _Splice:
         return detached
 
     def _written(self, result: fx.Node) -> fx.Node:
-        """What was written to without gradients has those it had before: a write returns what it wrote to."""
+        """A value written to without gradients keeps its gradients: a write returns the value that it wrote to."""
         owner = result
         while (target := in_place_target(owner)) is not None:
             owner = target

@@ -81,7 +81,7 @@ def trace_fake(function: Callable[..., Any], args: Sequence[fx.Node]) -> fx.Grap
 
 
 def fake_values(node: fx.Node) -> list[Any]:
-    """What :func:`run_fake` would run on, and what it gave: the same objects as long as nobody changes either."""
+    """Arguments and result of :func:`run_fake`: the same objects as long as nobody changes either."""
     return [node.target, *(source.meta.get("val") for source in node.all_input_nodes), node.meta.get("val")]
 
 

@@ -60,7 +60,7 @@ ATTENTION_MARK = "amp_fx_attention"
 
 
 class Kept(NamedTuple):
-    """What is noted of a copy of a weight that is made once.
+    """The note on a copy of a weight that is made once.
 
     Attributes:
         weight: name of the input that holds the weight.

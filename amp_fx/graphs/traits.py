@@ -1,4 +1,4 @@
-"""What is known of single ops beside their precision, for passes, costs, calibration and reports.
+"""Traits of single ops beside their precision, for passes, costs, calibration and reports.
 
 Which precision an op gets is in the lists of :mod:`amp_fx.precision.policy`, by the same names. Nobody needs to know
 more of an op that is not here.

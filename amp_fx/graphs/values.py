@@ -172,7 +172,7 @@ def written_arguments(node: fx.Node) -> list[tuple[str, fx.Node]]:
 
 
 def in_place_target(node: fx.Node) -> fx.Node | None:
-    """What an in-place op (``add_``) writes to and returns; None for other ops.
+    """The value that an in-place op (``add_``) writes to and returns; None for other ops.
 
     ``batch_norm`` is none, though its schema is mutable for the running statistics' sake.
     """

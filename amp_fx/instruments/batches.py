@@ -80,7 +80,7 @@ def _first_taken(program: Callable[..., Any], calls: Sequence[Arguments]) -> Arg
 
 
 def called(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a user's program returns; whatever it raises is an InputError, which says what it was called with."""
+    """The result of a user's program; an error of the program becomes an InputError, which names the arguments."""
     try:
         return program(*args, **kwargs)
     except Exception as error:

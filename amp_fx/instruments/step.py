@@ -75,7 +75,7 @@ class Step:
 
     @contextlib.contextmanager
     def returned(self, program: Callable[..., Any] | None = None) -> Iterator[Any]:
-        """What a call returns of the model, or of what was made of it; it may be differentiated inside."""
+        """The result of a call of the model, or of a model made from it; it may be differentiated inside."""
         with (
             untouched(self.model, *self.call) as (args, kwargs),
             torch.set_grad_enabled(self.records),
@@ -89,7 +89,7 @@ class Step:
             yield (self.model if program is None else program)(*args, **kwargs)
 
     def judged(self, returned: Any, scale: float = 1.0, beside: Sequence[Tensor] = ()) -> Results:
-        """What is judged, given what a call has returned; ``scale`` of the loss is taken out again.
+        """The results to judge, from those that a call has returned; ``scale`` of the loss is taken out again.
 
         The loss is also differentiated with respect to ``beside``, for the hooks of these tensors. AmpFxError where
         nothing is left to judge.
@@ -123,7 +123,7 @@ class Step:
         return found
 
     def results(self, program: Callable[..., Any] | None = None, scale: float = 1.0) -> Results:
-        """What is judged, as the model computes it, or what was made of it."""
+        """The results to judge, as the model computes them, or a model made from it."""
         with self.returned(program) as returned:
             return self.judged(returned, scale)
 
@@ -208,7 +208,7 @@ def loss_of(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 def _applied(function: Callable[[Any], Any], returned: Any) -> Any:
-    """What a user's function makes of what the model returned."""
+    """The result of a user's function for the result of the model."""
     try:
         return function(returned)
     except Exception as error:
@@ -256,13 +256,13 @@ def untouched(
 
 
 def entry_of(program: Callable[..., Any]) -> Callable[..., Any]:
-    """What to give to ``torch.compile`` so that a module is compiled as its own ``compile`` method does it."""
+    """The argument for ``torch.compile`` that compiles a module as its own ``compile`` method does."""
     in_place = getattr(program, "_compiled_call_impl", None) is not None
     return program._call_impl if in_place else program  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def plain(value: Any) -> Any:
-    """What a model returns with dictionaries for its mappings and data classes, many of which pytree does not know."""
+    """A model's results, with dictionaries for mappings and data classes, many of which pytree does not know."""
 
     def taken_apart(part: Any) -> Any:
         named = _named(part)

@@ -29,7 +29,7 @@ _DTYPES = {"16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 
 class _AmpFx:
-    """What the plugins of both libraries have in common, in front of the library's own class.
+    """The common part of the plugins of both libraries, in front of the library's own class.
 
     ``precision`` is "16-mixed" or "bf16-mixed". For "16-mixed" a ``scaler`` is made on ``device`` if none is given;
     checkpoints of the Trainer have its state, with Fabric save ``plugin.state_dict()``. ``options`` are the backend's

@@ -83,7 +83,7 @@ class AmpFxCallback(TrainerCallback, ExportableState):
             self.scaler.load_state_dict(state)
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into a checkpoint."""
+        """The state that the Trainer writes into a checkpoint."""
         options = {key: str(value) if key == "dtype" else value for key, value in self.options.items()}
         args = {"options": options, "scaler": None if self.scaler is None else self.scaler.name}
         return {"args": args, "attributes": {"scaler_state": self.scaler_state}}

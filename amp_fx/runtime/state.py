@@ -1,4 +1,4 @@
-"""What amp_fx keeps in a process from one call to the next, in one list with what forgets it.
+"""All values that amp_fx keeps in a process from one call to the next, each with its function to forget it.
 
 A value that outlives a call is registered here by the file that keeps it. Not here: what a user holds (scalers,
 reports), what belongs to a block that is open (listeners, autocast), and what a process is for good (its target).

@@ -20,7 +20,7 @@ from amp_fx.graphs.values import LOW_DTYPES
 
 
 class Widened(nn.Module):
-    """What a module reads of a parameter that it holds low: a parametrization."""
+    """A parametrization: the module holds a parameter low and reads it in fp32."""
 
     def forward(self, stored: Tensor) -> Tensor:
         """The values in fp32."""
@@ -32,7 +32,7 @@ class Widened(nn.Module):
 
 
 class Unscaled(nn.Module):
-    """What a module reads of a matrix that it holds below 16 bits, with factors: a parametrization of two tensors.
+    """A parametrization of two tensors: the module holds a matrix below 16 bits with its factors, and reads it in fp32.
 
     Args:
         made: what is held of a matrix: data (columns, contracted) and factors (columns, 1).
@@ -50,7 +50,7 @@ class Unscaled(nn.Module):
         return rows if self.in_rows else rows.t()
 
     def right_inverse(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """What is held."""
+        """The tensor that the module holds."""
         return self.made(matrix)
 
 
@@ -91,7 +91,7 @@ def replace_by_pair(module: nn.Module, name: str, held: Unscaled, like: nn.Modul
 
 
 def widenings(gm: fx.GraphModule) -> list[fx.Node]:
-    """What :class:`Widened` and :class:`Unscaled` have put into a graph, captured or of Dynamo's."""
+    """The calls that :class:`Widened` and :class:`Unscaled` have put into a graph, captured or of Dynamo's."""
     calls = ("call_function", "call_method")
     return [node for node in gm.graph.nodes if node.op in calls and _is_widening(node)]
 

@@ -94,7 +94,7 @@ def _forbid_rounding(graph: fx.Graph) -> None:
 
 
 def _pin_differentiated(graph: fx.Graph) -> None:
-    """What the graph takes gradients by has its traced dtype for everybody, or the loss would not depend on it.
+    """A value by which the graph takes gradients has its traced dtype for all, or the loss would not depend on it.
 
     ``h = x @ w; g = torch.autograd.grad(loss(h), h)``: were the product bf16 for the loss and cast to fp32 for the
     call, the call would raise.

@@ -215,7 +215,7 @@ class _Casts:
         )
 
     def _keep_copy(self, node: fx.Node) -> None:
-        """What copied as traced copies, where a write or two results would tell.
+        """A call that copied as traced copies still, where a write or two results would tell.
 
         ``y.to(torch.bfloat16)`` copies an fp32 ``y``, and is ``y`` itself once that is bf16. ``y.mT.contiguous()``
         copies, and does not once the cast of ``y.mT`` is contiguous.
@@ -257,7 +257,7 @@ class _Casts:
 
 
 def retyped_arguments(node: fx.Node, plan: Label) -> list[tuple[str, fx.Node]]:
-    """What a node reads in the dtype that its label says, with the argument's name."""
+    """The values that a node reads in the dtype that its label says, with the argument's name."""
     excepted = {*plan.own_dtype_slots, *(name for name, _ in written_arguments(node))}
     return [
         (name, source)

@@ -82,7 +82,7 @@ class LowerTransforms(Pass):
         return PassResult(f"{len(lowered)} nodes inside transforms under autocast", len(lowered), notes)
 
     def _states(self, graph: fx.Graph, context: PassContext, matched: set[Rule]) -> dict[fx.Node, _State]:
-        """What is inside a transform, with what takes an element of its result; rules about it become ``matched``."""
+        """Calls inside a transform, and those that take an element of its result; rules about them are ``matched``."""
         found, depth = dict[fx.Node, _State](), 0
         for node in graph.nodes:
             step = nesting_change(node.target)

@@ -111,7 +111,7 @@ class Network:
         return self._problem
 
     def _add_label(self, node: fx.Node, plan: Label) -> None:
-        """What the node itself may be."""
+        """Adds the terms of the node itself: the dtypes that it may have."""
         if node in self._wide:
             self._problem.implies.append((node, rounded(node)))
         if plan.dtype is None:
@@ -169,7 +169,7 @@ class Network:
         return placed_dtype(value) is self._low and any(placed_dtype(o) is torch.float32 for o in others)
 
     def _add_value(self, value: fx.Node) -> None:
-        """What it costs to store and convert one value."""
+        """The cost of storing and converting one value."""
         stored = self.stored(value)
         read = [(user, *pair) for user in value.users for pair in named_arguments(user)]
         slots = [(user, name) for user, name, arg in read if value in tensor_nodes(arg)]
@@ -256,5 +256,5 @@ def is_summed(plan: Label, argument: str) -> bool:
 
 
 def named_arguments(node: fx.Node) -> list[tuple[str, object]]:
-    """What a node reads, by name; what a graph returns is read as ``"output"``."""
+    """The values that a node reads, by name; a graph's results are read as ``"output"``."""
     return [("output", node.args[0])] if node.op == "output" else list(arguments(node))

@@ -79,7 +79,7 @@ class PricedGraph:
 
     @property
     def autocast_sensitivity(self) -> float:
-        """What torch.autocast's roundings add; those that overflow are left out."""
+        """The squared relative error that torch.autocast's roundings add; those that overflow are left out."""
         done = self.priced.blame(self.autocast)
         return sum(term.sensitivity for term in done if math.isfinite(term.sensitivity))
 

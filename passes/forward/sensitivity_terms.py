@@ -1,4 +1,4 @@
-"""What roundings cost in accuracy, as terms of the cut: which of them happen in compiled code, and what they add.
+"""The cost of roundings in accuracy, as terms of the cut: those that happen in compiled code, and the error they add.
 
 A fused kernel computes in fp32, whatever the dtypes of its graph say. So a value is rounded where it is written to
 memory low, or where a library kernel (matmul, convolution, attention) reads it low:
@@ -126,7 +126,7 @@ class _Charges:
 
 
 class _Memory:
-    """What a compiled training step writes to memory between its kernels, as far as rounding is about it.
+    """The values that a compiled training step writes to memory between its kernels, as far as they are rounded.
 
     Inductor computes fused kernels in fp32. So of the values and gradients that a plan has low, only those are rounded
     that are written. Values: see :class:`amp_fx.precision.placement.cost.CostModel`; and those that are only kept for

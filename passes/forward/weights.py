@@ -168,7 +168,7 @@ class MarkStored(Pass):
 
 
 def _parts(graph: fx.Graph) -> dict[fx.Node, list[tuple[fx.Node, Part]]]:
-    """What :class:`QuantiseMatmuls` has made of each matrix that may be kept."""
+    """The tensors that :class:`QuantiseMatmuls` has made of each matrix that may be kept."""
     found: dict[fx.Node, list[tuple[fx.Node, Part]]] = {}
     for node in graph.nodes:
         if (part := node.meta.get(PART)) is not None:

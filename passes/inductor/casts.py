@@ -63,7 +63,7 @@ def _rounds_a_statistic(cast: fx.Node) -> bool:
 
 
 def _low_readers(cast: fx.Node) -> set[fx.Node] | None:
-    """What is low because the statistic is; None where not all of it belongs to the backward of a norm."""
+    """The values that are low because the statistic is; None where not all of them belong to the backward of a norm."""
     found: set[fx.Node] = set()
     stack = [cast]
     while stack:

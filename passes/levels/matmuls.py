@@ -92,7 +92,7 @@ class Matmul:
 
     @property
     def variable(self) -> tuple[str, str]:
-        """What the cut decides about: all matmuls that a call has in one role go together."""
+        """The variable of the cut: all matmuls that a call has in one role go together."""
         return self.name, self.role
 
 
@@ -190,7 +190,7 @@ def _convolution(node: fx.Node, context: PassContext) -> Matmul | None:
 
 
 def _norm_after(node: fx.Node) -> fx.Node | None:
-    """What alone reads a convolution, or its cast, if that is a BatchNorm by statistics that are inputs."""
+    """The only reader of a convolution, or of its cast, if that is a BatchNorm by statistics that are inputs."""
     reader = node
     while reader is node or (is_cast(reader) and CAST_META in reader.meta):
         if len(reader.users) != 1:
@@ -204,7 +204,7 @@ def _norm_after(node: fx.Node) -> fx.Node | None:
 
 
 def _weight(matrix: fx.Node, folded: frozenset[str], *, in_rows: bool) -> Operand:
-    """What a value is multiplied by, whose rows or columns are contracted; the source is what a pass has cast."""
+    """The operand that multiplies a value, by rows or columns; its source is the value that a pass has cast."""
     base, in_rows = _behind_transposes(matrix, in_rows)
     source = base
     if CAST_META in base.meta and is_cast(base):
@@ -299,7 +299,7 @@ def _operand(
 
 
 def _role(first: Operand, second: Operand, forward: list[Matmul]) -> str | None:
-    """What a matmul is to a call of the forward; None of a product of two gradients, and of an unknown one."""
+    """The role of a matmul in a call of the forward; None for a product of two gradients, and for an unknown one."""
     if not (first.is_gradient or second.is_gradient):
         return FORWARD
     if first.is_gradient and second.is_gradient:

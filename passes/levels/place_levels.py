@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Budget:
-    """What the matmuls of a graph may add to the error.
+    """The error that the matmuls of a graph may add.
 
     Attributes:
         sensitivities: variable of the cut -> what it adds to the squared relative error of the gradient in the level
@@ -246,7 +246,7 @@ def level_of(operand: Operand, level: Level) -> Level:
 
 
 def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: LevelCost) -> Problem:
-    """What to minimise over matmuls that may run in a level; LOW of a variable (name, role) is that level."""
+    """The function to minimise over matmuls that may run in a level; LOW of a variable (name, role) is that level."""
     problem, nodes = Problem(), {matmul.node for matmul in matmuls}
     variables = {matmul.node: matmul.variable for matmul in matmuls}
     readings: dict[fx.Node, list[tuple[Var, Operand, bool]]] = {}
@@ -316,7 +316,7 @@ def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -
 
 
 def _low_copy(operand: Operand, nodes: set[fx.Node], cost: LevelCost) -> int:
-    """What the low copy takes; nothing where it is there anyway."""
+    """The cost of the low copy; nothing where it is there anyway."""
     value, base = operand.base.meta["val"], operand.base
     # inputs, and results of library calls, are in memory whoever reads them
     is_stored = base.op == "placeholder" or base.target is operator.getitem or is_matmul(base)
@@ -329,7 +329,7 @@ def _low_copy(operand: Operand, nodes: set[fx.Node], cost: LevelCost) -> int:
 
 
 def _copies(operand: Operand, level: Level, cost: LevelCost, *, measured: bool) -> Mapping[str, int]:
-    """What has to be made of a value before a matmul reads it, by what makes two readers share it."""
+    """The costs of the copies that a matmul reads of an operand, by the key under which two readers share one."""
     level = level_of(operand, level)
     value = operand.source.meta["val"]
     elements, itemsize = numel(value), value.dtype.itemsize

@@ -123,7 +123,7 @@ def erase_unread(graph: fx.Graph, path: str = "") -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a node holds of a matrix: one of the tensors of its form."""
+    """The part of a matrix that a node holds: one of the tensors of its form."""
 
     source: fx.Node
     form: ScaledRows
@@ -131,7 +131,7 @@ class Part:
 
 
 def _passed_on(node: fx.Node) -> fx.Node | None:
-    """What an activation, a cast, a view or an addition of bytes reads, if one op reads its result; else None."""
+    """The value that an activation, cast, view or addition of bytes reads, if one op reads its result; else None."""
     widened = quantised_ops().dequantize_per_tensor.default
     given = [each for each in values_read(node) if each.target is not widened]
     if len(node.users) != 1 or len(given) != 1 or node.meta.get(LEVEL) is not None:

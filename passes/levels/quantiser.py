@@ -69,7 +69,7 @@ class Quantiser:
         self._graph.erase_node(final)
 
     def _copy(self, operand: Operand, level: Level, way: Implementation) -> WithScale:
-        """What the operand is converted to, by row as the matmul reads it, else as the value lies in memory."""
+        """The converted operand, by row as the matmul reads it, else as the value lies in memory."""
         dtype = level.dtype_of(is_gradient=operand.is_gradient)
         if way.value is not None and not operand.is_weight:
             dtype = way.value
@@ -165,7 +165,7 @@ class Quantiser:
         return self._strided(scale, [s if isinstance(s, int) else 1 for s in scale.meta["val"].stride()])
 
     def _strided(self, node: fx.Node, strides: list[Any]) -> fx.Node:
-        """What has these strides already, in whichever way the graph is compiled."""
+        """The node with these strides, which it has already, in whichever way the graph is compiled."""
         return self._call(aten.as_strided.default, node, self._sizes(node), strides)
 
     def _sizes(self, node: fx.Node) -> list[Any]:

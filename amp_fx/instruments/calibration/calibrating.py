@@ -293,7 +293,7 @@ def _level(opts: Options, device: str, target: str | None, *, training: bool) ->
 
 
 def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> LevelCost:
-    """What matmuls and copies take on the device that is planned for."""
+    """The times of matmuls and copies on the device that is planned for."""
     if profile is None:
         return OPERATIONS
     if (cost := LevelCost.of(profile, low, level)) is None:

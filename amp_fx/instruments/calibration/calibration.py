@@ -1,4 +1,4 @@
-"""What a calibration knows: who is to blame, what accuracy costs, and which plan to take."""
+"""The findings of a calibration: the calls that err most, the price of accuracy, and the plan to take."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KNOWN = {
 
 
 class Calibration:
-    """What :func:`amp_fx.calibrate` found; ``sensitivity`` is what was measured, as plain data."""
+    """The findings of :func:`amp_fx.calibrate`; ``sensitivity`` has the measurements, as plain data."""
 
     def __init__(
         self, sensitivity: Sensitivity, graphs: Sequence[MeasuredGraph], opts: Options, steps: Sequence[Step]
@@ -114,7 +114,7 @@ class Calibration:
         return cuts.point(None, choice.placement, lambda: self._plans_of(choice.placement))
 
     def _predicted(self, plans: list[Plan], name: str | None = None) -> Point:
-        """What plans cost, each call by the scales that they have."""
+        """The cost of plans, each call by the scales that they have."""
         cuts = self._cuts.reading(NEVER, plans)
         return cuts.point(name, cuts.placed(plans), functools.partial(list, plans))
 

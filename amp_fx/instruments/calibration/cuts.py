@@ -121,7 +121,7 @@ class Cuts:
         ]
 
     def _below(self, labels: Sequence[Labels]) -> list[PricedMatmuls]:
-        """What may run below 16 bits in each graph, given the first cut."""
+        """The calls of each graph that may run below 16 bits, given the first cut."""
         rows = zip(self._graphs, self._sensitivity.graphs, self.placements(labels), strict=True)
         return [
             _price_matmuls(
@@ -192,7 +192,7 @@ class Cuts:
         return Choice(first.time + below.time, first.sensitivity + below.sensitivity, placed)
 
     def placed(self, plans: Sequence[Plan]) -> Placed:
-        """What plans have low, and below 16 bits; PlanError where they are of another model, or have more than that."""
+        """The values that plans have low, and below 16 bits; PlanError for plans of another model, or with more."""
         labels: list[Labels] = []
         below: list[Labels] = []
         for parts, found in zip(self._priced, self._sensitivity.graphs, strict=True):
@@ -202,7 +202,7 @@ class Cuts:
         return Placed(labels, below, self._most)
 
     def _labels_below(self, measured: GraphSensitivity, rows: Mapping[str, NodePlan]) -> Labels:
-        """What the rows of a plan run below 16 bits in one graph."""
+        """The matmuls of one graph that the rows of a plan run below 16 bits."""
         known = {(row.name, role) for row in measured.calls for role in row.roles}
         found: dict[Var, bool] = {}
         for name, row in rows.items():
@@ -219,7 +219,7 @@ class Cuts:
         return found
 
     def by_policy(self, placed: Placed) -> Placed:
-        """What the policy runs below 16 bits by itself: what gains time, or all that may where time is not known."""
+        """The matmuls that the policy itself runs below 16 bits: those that gain time, or all if time is unknown."""
         problems = [part.priced.base for part in self._below(placed.labels)]
         below: list[Labels] = [dict.fromkeys(problem.unary, LOW) for problem in problems]
         if self.is_timed:
@@ -302,5 +302,5 @@ def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collecti
 
 
 def _prices(parts: Sequence[PricedGraph | PricedMatmuls], aim: str) -> list[Priced]:
-    """What is minimised, one of :data:`amp_fx.precision.placement.tradeoff.MINIMISED`."""
+    """The quantity to minimise, one of :data:`amp_fx.precision.placement.tradeoff.MINIMISED`."""
     return [part.by_bytes if aim == BYTES else part.priced for part in parts]

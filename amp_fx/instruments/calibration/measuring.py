@@ -179,7 +179,7 @@ class _Measured(fx.Interpreter):
         return value is not None and self._is_observed(operand, value)
 
     def _aliases(self, n: fx.Node, plan: Label) -> dict[fx.Node, Tensor]:
-        """What the call reads, each value under a name of its own; a value's only reader needs none."""
+        """The values that the call reads, each under a name of its own; a value's only reader needs none."""
         found: dict[fx.Node, Tensor] = {}
         for slot, _, source in slots(n):
             value = self.env[source]

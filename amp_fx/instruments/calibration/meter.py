@@ -144,7 +144,7 @@ class Meter:
         table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * stride * self.weight
 
     def rows(self, graph: int) -> list[CallSensitivity]:
-        """What was found in one graph; nothing where it has no part in what is judged."""
+        """The findings in one graph; nothing where it has no part in the results to judge."""
         found: dict[str, CallSensitivity] = {}
         if graph in self.returned - self.reached:
             return []

@@ -108,7 +108,7 @@ def multiply(meter: Meter, call: Call, x: Tensor, weight: Tensor, *, by_rows: bo
 def convolve(
     meter: Meter, call: Call, x: Tensor, weight: Tensor, read_by_all: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What a convolution reads: a value by one scale, a weight by one for each channel of the result.
+    """The operands of a convolution: a value by one scale, a weight by one for each channel of the result.
 
     ``read_by_all``: the value where others read it, too, as the convolution does.
     """
@@ -165,7 +165,7 @@ def _observed(meter: Meter, call: Call, value: Tensor, role: str, operand: str, 
 
 
 def scaled_error(value: Tensor, dtype: torch.dtype, level: Level, *, in_rows: bool) -> tuple[Tensor, int]:
-    """What a copy with scales differs by, at elements at equal steps, in bf16; and how far a step goes.
+    """The error of a copy with scales, at elements at equal steps, in bf16; and the size of a step.
 
     All dimensions but the last are rows. A scale always comes from the whole value. ``in_rows``: rows are contracted,
     which are scaled one by one, or by blocks; else columns.

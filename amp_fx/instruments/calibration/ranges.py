@@ -32,7 +32,7 @@ Call = tuple[int, str]
 
 @dataclass
 class Ranges:
-    """What the first argument of each call that may run in int8 was, over all batches."""
+    """The range of the first argument of each call that may run in int8, over all batches."""
 
     lowest: dict[Call, float] = field(default_factory=dict)
     highest: dict[Call, float] = field(default_factory=dict)

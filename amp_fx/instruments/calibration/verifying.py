@@ -126,7 +126,7 @@ class Verifier:
 
 
 def _exact(step: Step) -> Results | None:
-    """What a step gives in fp64, where a copy of the model has room and runs."""
+    """The results of a step in fp64, where a copy of the model has room and runs."""
     if sum(p.numel() * p.element_size() for p in step.model.parameters()) <= _MOST_FP64:
         try:
             return step.exact()

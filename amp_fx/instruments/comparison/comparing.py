@@ -247,7 +247,7 @@ class _Boundaries:
 
     @property
     def culprit(self) -> Culprit | None:
-        """What is wrong first: what is not finite, then the result that has grown most, then the gradient."""
+        """The first fault: a value that is not finite, then the result that has grown most, then the gradient."""
         wrong = [each for each in self.findings if each.stands_out]
         first = [each for each in wrong if math.isinf(each.error)][:1]
         results = [each for each in wrong if each.of == "result"]

@@ -1,4 +1,4 @@
-"""What a comparison found: as data, as a picture, and in words on one screen of at most 80 columns."""
+"""The findings of a comparison: as data, as a picture, and in words on one screen of at most 80 columns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NO_RULE = (
 
 @dataclass(frozen=True)
 class ModuleError:
-    """What leaves one module, beside the reference.
+    """The results of one module, beside the reference.
 
     Attributes:
         module: path; the model itself is ``""``.
@@ -76,7 +76,7 @@ class CallError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`amp_fx.compare` found.
+    """The findings of :func:`amp_fx.compare`.
 
     Attributes:
         title: name of the model.
@@ -257,7 +257,7 @@ def verdict(
     moved: float,
     of_outputs: bool,
 ) -> str:
-    """What is wrong, in one sentence: at a call of the culprit, in results, or because observing ``moved`` these."""
+    """The fault, in one sentence: at a call of the culprit, in results, or because observing ``moved`` these."""
     if culprit is None and not_finite and of_outputs:
         place = f" at {not_finite[0]}" if not_finite[0] else ""
         return f"What the model returns{place} is not finite, though all values between modules are."

@@ -1,4 +1,4 @@
-"""What explains the error of a value, the module at which an error grows for no such reason, and what mends it.
+"""The reason of a value's error, the module at which an error grows without one, and the remedy.
 
 A value is computed from others that were taken, by calls of which some round. It is expected to have the largest error
 of those others, and what the calls round: the unit roundoff of the lowest precision among them, times the root of one
@@ -234,7 +234,7 @@ class _Graph:
 
 
 def _rounded(calls: Sequence[NodePlan]) -> float:
-    """What calls round together; what follows one matmul up to the next is one kernel."""
+    """The error that calls add by rounding; all calls after one matmul up to the next are one kernel."""
     dtypes = {call.computed for call in calls if call.computed is not None and not call.is_passage}
     # the largest relative error of one rounding, in int8 too
     units = [torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 2.0**-7 for dtype in dtypes]

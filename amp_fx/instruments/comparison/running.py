@@ -33,7 +33,7 @@ Key = tuple[int, str, int]
 
 @dataclass
 class Observed:
-    """What was observed in one run: values, their gradients true to scale, and what is judged."""
+    """The observations of one run: values, their gradients true to scale, and the results to judge."""
 
     values: dict[Key, Sample] = field(default_factory=dict)
     gradients: dict[Key, Sample] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class _Run:
         self._compiled = torch.compile(step.model, backend=lambda *given: backend(*given), dynamic=dynamic)
 
     def run(self, scale: float = 1.0) -> Observed:
-        """What one step computes; ``scale`` of the loss is taken out again."""
+        """The results of one step; ``scale`` of the loss is taken out again."""
         self.observed = observed = Observed(scale=scale)
         with self.step.returned(self._compiled) as returned:
             observed.results = self.step.judged(returned, scale, observed.zeros)
@@ -122,7 +122,7 @@ class OneByOne(_Run):
         self._tapped: dict[int, tuple[fx.GraphModule, Taps]] = {}
 
     def run_with(self, opts: Options | None, scale: float = 1.0, *, as_written: bool = False) -> Observed:
-        """What one step computes with options of the backend; None: no call is rounded, whatever autocast says.
+        """The results of one step with options of the backend; None: no call is rounded, whatever autocast says.
 
         ``as_written``: only the program's own autocast counts, and what is on around the call.
         """

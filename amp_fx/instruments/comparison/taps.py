@@ -75,7 +75,7 @@ def _around(path: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Taps:
-    """What a graph takes and returns besides the program's own."""
+    """The inputs and results of a graph besides the program's own."""
 
     #: names of the values that it returns, of each a :class:`Sample`
     values: tuple[str, ...]

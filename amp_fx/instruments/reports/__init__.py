@@ -1,4 +1,4 @@
-"""What plans say to a reader.
+"""Plans, told to a reader.
 
 Here: ``amp_fx.explain``, the report and its text, advice, numeric histograms, which kernels exist for a cast alone, and
 ``amp_fx.record``.

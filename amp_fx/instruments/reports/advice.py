@@ -1,4 +1,4 @@
-"""What the data of plans suggests to change, and why casts are left that are kernels of their own.
+"""Changes that the data of plans suggests, and the reasons for casts that are kernels of their own.
 
 Everything here is read off plans. What has a remedy carries it as options that can be pasted.
 """
@@ -59,7 +59,7 @@ class Advice:
 
 
 def advise(plans: Sequence[Plan]) -> list[Advice]:
-    """What the data suggests, most useful first."""
+    """The suggestions of the data, most useful first."""
     forward = [plan for plan in plans if plan.phase == "forward"]
     broken = "graph break after graph {0.graph}, fp32 tensors cross it: {0.graph_break}"
     fallbacks = [plan for plan in plans if plan.fallback]
@@ -90,7 +90,7 @@ def _fused_layers(plans: Sequence[Plan]) -> list[Advice]:
 
 
 def outside_advice(outside: Mapping[str, int], device: str, low: torch.dtype) -> list[Advice]:
-    """What lowers matmuls in fp32 in code that Dynamo leaves to eager; nothing where there are none."""
+    """The remedy for matmuls in fp32 in code that Dynamo leaves to eager; nothing where there are none."""
     if not outside.get("float32"):
         return []
     text = "matmuls run outside of graphs, in fp32, in code that Dynamo leaves to eager"
@@ -98,13 +98,13 @@ def outside_advice(outside: Mapping[str, int], device: str, low: torch.dtype) ->
 
 
 def autocast_fails(graphs: Iterable[str]) -> Advice:
-    """What the numbers beside amp_fx's are where torch.autocast does not run."""
+    """The note that torch.autocast fails on some graphs, so that its column is in fp32."""
     text = f"Graph {', '.join(graphs)} is in fp32 in its column: torch.autocast fails on it"
     return Advice(NO_AUTOCAST, text)
 
 
 def scaling_advice(plans: Sequence[Plan]) -> list[Advice]:
-    """What training in fp16 needs where gradients are not scaled; nothing without a backward."""
+    """The remedy for training in fp16 without scaled gradients; nothing without a backward."""
     if not any(node.dtype is torch.float16 for plan in _trained(plans) for node in plan.nodes):
         return []
     text = (
@@ -134,7 +134,7 @@ def layout_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) ->
 
 
 def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) -> list[Advice]:
-    """What does not fit fp16 among the weights; nothing where fp16 is not in use."""
+    """The weights that do not fit fp16; nothing where fp16 is not in use."""
     if all(node.low is not torch.float16 for plan in plans for node in plan.nodes):
         return []
     limits = torch.finfo(torch.float16)

@@ -151,7 +151,7 @@ def explain(
 
 @dataclass(frozen=True)
 class _Call:
-    """What is explained: a module or a function, its arguments, and the options of the backend."""
+    """The call to explain: a module or a function, its arguments, and the options of the backend."""
 
     program: Callable[..., Any]
     args: tuple[Any, ...]

@@ -43,7 +43,7 @@ _WORST = 5
 
 @dataclass
 class Histogram:
-    """What :func:`histogram` measured."""
+    """The measurements of :func:`histogram`."""
 
     #: path of a module -> kind, a key of :data:`KINDS` -> counts; the model itself is ``""``
     modules: dict[str, dict[str, Counts]] = field(default_factory=dict)

@@ -114,7 +114,7 @@ class LoweredGraphs:
 
 
 def _backward_plan(graph: _Graph, forward: Sequence[Plan]) -> Plan:
-    """What the backward computes in which dtype: nothing is decided there, it mirrors the forward."""
+    """The plan of the backward: nothing is decided there, it mirrors the forward."""
     origin = next((plan for plan in forward if plan.graph == graph.name), Plan(graph.name))
     low = next((node.low for node in origin.nodes if node.low is not None), None)
     levels = [level for node in origin.nodes for level in node.levels_below.values()]
@@ -134,7 +134,7 @@ def _backward_plan(graph: _Graph, forward: Sequence[Plan]) -> Plan:
 
 
 def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Level]) -> Label:
-    """What a call of the backward reads, computes in, and does with its arguments; no list has decided about it."""
+    """The label of a call of the backward, read off its arguments; no list has decided about it."""
     results = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
     values = [source.meta.get("val") for source in node.all_input_nodes]
     dtypes = {value.dtype for value in values if is_eligible(value)}
@@ -193,7 +193,7 @@ def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
 
 
 def cost_of(graphs: Iterable[Lowered]) -> Cost:
-    """What the casts of some graphs cost."""
+    """The cost of the casts of some graphs."""
     graphs = list(graphs)
     rows = [row for graph in graphs for row in _conversions(graph.after)]
     casts = [cast_bytes(before, after.dtype) for _, before, after in rows]
@@ -254,7 +254,7 @@ def _casts(
 
 
 def _what(node: fx.Node, phase: str, weights: set[tuple[int, ...]]) -> str:
-    """What is cast, by where it comes from and where it goes, through views and copies."""
+    """The kind of value that is cast, by its origin and its readers, through views and copies."""
     source = _moved(node)
     is_input = source.op == "placeholder" and not source.name.startswith("tangents")
     if is_input and _shape(source) in weights:
@@ -269,7 +269,7 @@ def _what(node: fx.Node, phase: str, weights: set[tuple[int, ...]]) -> str:
 
 
 def _moved(cast: fx.Node) -> fx.Node:
-    """What a cast reads, views and copies left out."""
+    """The value that a cast reads, without views and copies."""
     source = cast.all_input_nodes[0]
     while _is_move(source):
         source = source.all_input_nodes[0]

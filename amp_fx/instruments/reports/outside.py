@@ -1,4 +1,4 @@
-"""What runs outside of compiled graphs: operations of matmuls that a program computes eagerly, by dtype."""
+"""FLOPs outside of compiled graphs: operations of matmuls that a program computes eagerly, by dtype."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def check_suffix(path: str | Path) -> None:
 
 @dataclass
 class Report:
-    """What amp_fx did to a program.
+    """The plans and counts of one program under amp_fx.
 
     Attributes:
         plans: one per graph; forward graphs, and the backward ones where they are known.
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def advice(self) -> list[Advice]:
-        """What is worth changing, most useful first."""
+        """Changes that are worth making, most useful first."""
         return [*self.notes, *advise(self.plans)]
 
     @property
@@ -176,7 +176,7 @@ class Report:
         return f"<pre>{escape(str(self))}</pre><details>{calls}</details>{beside}"
 
     def diff(self, other: Report) -> Diff:
-        """What ``other`` changes against this report.
+        """The differences of ``other`` from this report.
 
         Casts are counted as on the first screens, in what Inductor is given; by the plans alone, as
         :func:`amp_fx.record` has them, where one of the two reports knows no more.
@@ -252,7 +252,7 @@ class Report:
 
 @dataclass(eq=False)
 class Recording:
-    """What :func:`record` yields: plans of the compiled graphs, in order; the backward is in :func:`amp_fx.explain`."""
+    """The result of :func:`record`: plans of compiled graphs, in order; the backward is in :func:`amp_fx.explain`."""
 
     plans: list[Plan] = field(default_factory=list)
 

@@ -46,7 +46,7 @@ def heading(title: str, plans: Sequence[Plan]) -> str:
 def verdict(
     plans: Sequence[Plan], costs: Mapping[str, Cost], device: str, advice: Sequence[Advice]
 ) -> list[str]:
-    """What a step moves beside torch.autocast, in one sentence; nothing where nobody counted."""
+    """The bytes of a step beside torch.autocast, in one sentence; nothing where nobody counted."""
     ours, theirs = (costs.get(name) for name in ("amp_fx", "torch.autocast"))
     if ours is None or theirs is None or not ours.moved or not theirs.moved:
         return []
@@ -110,7 +110,7 @@ def cost_lines(
 def findings(
     plans: Sequence[Plan], kept: Sequence[str], breaks: Sequence[str], advice: Sequence[Advice], taken: int
 ) -> list[list[str]]:
-    """What is to be known and done; advice takes the lines that the others and those ``taken`` leave."""
+    """Notes and advice; advice takes the lines that notes and those ``taken`` leave."""
     counted = Counter(breaks).items()
     blocks = [
         _not_compiled(plans, advice),
@@ -125,7 +125,7 @@ def findings(
 
 
 def _not_compiled(plans: Sequence[Plan], advice: Sequence[Advice]) -> list[str]:
-    """What never became a graph, two lines for each: what and why, then what to do."""
+    """The code that never became a graph, two lines for each: the code and the reason, then the remedy."""
     found = [row for row in advice if row.kind == NOT_COMPILED]
     if not found and not plans:
         return ["nothing was compiled"]

@@ -80,7 +80,7 @@ def pretended() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compile_contexts(mode: FakeTensorMode, name: str) -> Iterator[None]:
-    """What Dynamo sets up around a backend, for fake values of ``mode`` and a graph's id such as ``"0/0"``."""
+    """The context that Dynamo has around a backend, for fake values of ``mode`` and a graph's id such as ``"0/0"``."""
     # newer versions ask the mode, older ones its attribute
     if not mode.avoid_device_init:
         mode.avoid_device_init = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -99,7 +99,7 @@ def graph_to_bytes(gm: fx.GraphModule) -> bytes:
 
 @_with_slices
 def graph_from_bytes(data: bytes) -> fx.GraphModule:
-    """What :func:`graph_to_bytes` wrote, with a fake mode of its own."""
+    """The graph that :func:`graph_to_bytes` wrote, with a fake mode of its own."""
     try:
         return GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))  # type: ignore[return-value]  # typed as object
     except (pickle.UnpicklingError, AttributeError, ImportError) as error:
@@ -108,7 +108,7 @@ def graph_from_bytes(data: bytes) -> fx.GraphModule:
 
 
 def _properties(target: Target) -> SimpleNamespace:
-    """What ``torch.cuda.get_device_properties`` returns."""
+    """The result of ``torch.cuda.get_device_properties``."""
     gpu, limits = target.gpu, target.limits
     major, minor = gpu.capability
     return SimpleNamespace(
@@ -181,7 +181,7 @@ def _cuda_patches(target: Target) -> Iterator[contextlib.AbstractContextManager[
 
 
 def _compiler_patches() -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """What fake tensors and Inductor would do on the device while they compile."""
+    """Stand-ins for all that fake tensors and Inductor run on the device while they compile."""
     # makes a tensor, to start CUDA
     yield mock.patch.object(fake_tensor, "init_gpu_context")
     # torch.tensor(2.0, device="cuda") would make one, too

@@ -45,7 +45,7 @@ class Target:
 
     @property
     def architecture(self) -> str:
-        """What NVIDIA's compilers call it: ``"sm_90"``."""
+        """The name that NVIDIA's compilers have for it: ``"sm_90"``."""
         return "sm_{}{}".format(*self.gpu.capability)
 
     @property
@@ -73,7 +73,7 @@ def find_target(name: str) -> Target:
 
 
 def library() -> Path:
-    """What makes a process believe in a CUDA device, compiled if it is not there yet: 10 to 20 seconds."""
+    """The library by which a process believes in a CUDA device, compiled if it is not there yet: 10 to 20 seconds."""
     # C++20, as torch's headers want it
     flags = ["-std=c++20", "-O1", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     facts = [_SOURCE.read_text(encoding="utf-8"), torch.__version__, sys.platform, *flags]
@@ -117,7 +117,7 @@ def _compile(path: Path, flags: list[str]) -> None:
 
 @dataclass
 class _Reply:
-    """What the process answers to a call: a value or an error with its traceback, and the warnings of amp_fx."""
+    """The process's answer to a call: a value or an error with its traceback, and the warnings of amp_fx."""
 
     value: Any = None
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""What the ways to compute attention on a CPU take, by the sizes of a call.
+"""The times of the implementations of attention on a CPU, by the sizes of a call.
 
 Both have scores and gradients of probabilities as exact as in fp32, and multiply probabilities and gradients of scores
 in 16 bits:

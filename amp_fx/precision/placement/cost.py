@@ -1,4 +1,4 @@
-"""What a placement costs: one model, one unit (picoseconds), for ``place`` and for reports.
+"""The cost of a placement: one model, one unit (picoseconds), for ``place`` and for reports.
 
 What the model believes about Inductor, checked against its generated code by ``tests/fake/placement/test_cost.py``:
 
@@ -156,7 +156,7 @@ class CostModel:
         return self.is_external(reader) and not adds_up_wide
 
     def _readers(self, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """What reads a value, and the view of it that it reads."""
+        """The readers of a value, each with the view that it reads."""
         return [
             found
             for user in value.users
@@ -197,7 +197,7 @@ class CostModel:
         return high + self._packing(node), fast
 
     def nominal_arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int]:
-        """What a matmul-like op is worth in (fp32, low) without a profile: bytes that a nominal GPU moves meanwhile."""
+        """The cost of a matmul-like op in (fp32, low) without a profile: bytes that a nominal GPU moves meanwhile."""
         flops = self._operations(node, low)
         high, fast = (round(flops / NOMINAL.flops_a_byte(name)) for name in ("float32", dtype_name(low)))
         return high, fast

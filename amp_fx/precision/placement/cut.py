@@ -61,7 +61,7 @@ class Shared:
 
 @dataclass
 class Problem:
-    """What to minimise. Costs are non-negative integers in one unit."""
+    """The function to minimise. Costs are non-negative integers in one unit."""
 
     #: value -> (cost of HIGH, cost of LOW)
     unary: dict[Var, tuple[int, int]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Problem:
         return found
 
     def cost(self, labels: Mapping[Var, bool]) -> int:
-        """What a labelling costs, whether or not the constraints allow it; what has no label is HIGH."""
+        """The cost of a labelling, whether or not the constraints allow it; a variable without a label is HIGH."""
         unary = self.unary.items()
         total = sum(high if labels.get(var, HIGH) is HIGH else low for var, (high, low) in unary)
         return total + sum(term.cost for term in self.shared if term.is_paid(labels))

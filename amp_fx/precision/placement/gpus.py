@@ -68,7 +68,7 @@ ROCM = Gpu("MI250X", (9, 0), 47.9, 47.9, 191.5, 191.5, 1638, 110, 64, 8)
 
 @dataclass(frozen=True)
 class Limits:
-    """What code may use on one multiprocessor: resident threads, and KiB of shared memory, in all and for one block."""
+    """The limits of one multiprocessor: resident threads, and KiB of shared memory, in all and for one block."""
 
     threads: int
     shared: int

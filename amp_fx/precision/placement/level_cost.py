@@ -1,4 +1,4 @@
-"""What a policy below 16 bits means on a device: which level, and what matmuls cost in it beside the low dtype.
+"""The meaning of a policy below 16 bits on a device: its level, and the cost of matmuls in it beside the low dtype.
 
 Costs are terms of a second minimum cut, over what is low already. Three labels in one cut would not be exact: the low
 copy is charged for the label in the middle, which is not submodular. Two labels over the low matmuls are exact, given
@@ -43,7 +43,7 @@ NARROW, _FP32 = 1, torch.float32.itemsize
 
 
 def copy_traffic(elements: int, itemsize: int, *, in_rows: bool, block: int | None = None) -> tuple[int, int]:
-    """What Inductor makes of a copy of a value that is in memory: bytes read and written, and kernels.
+    """The cost of a copy of a value that is in memory, by Inductor: bytes read and written, and kernels.
 
     In rows (what a scale stands for lies in memory in one piece, and is not all of the value), one kernel reads the
     value, finds the scales and writes the copy. Else there are three kernels, and two of them read the value: long
@@ -133,7 +133,7 @@ class LevelCost:
     def calling(
         self, way: Implementation, sizes: Sequence[int | torch.SymInt], *, convolves: bool = False
     ) -> int:
-        """What a call takes in the level beside one in the low dtype; sizes are rows, contracted, columns.
+        """The cost of a call in the level beside one in the low dtype; sizes are rows, contracted, columns.
 
         A time of its own, and that in which an implementation lays out the weight. A single row takes neither.
         """
@@ -174,7 +174,7 @@ BYTES = LevelCost(low=math.inf, below=math.inf, bandwidth=1e12, launch=0.0)
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a policy means on a device."""
+    """The meaning of a policy on a device."""
 
     text: str  # for the reader of a plan: the level's name, or why there is none
     level: Level | None = None  # None: the policy means autocast
@@ -184,7 +184,7 @@ class Meaning:
 def meaning(
     base: str, choice: str, profile: DeviceProfile | None, device: str, low: torch.dtype, *, training: bool
 ) -> Meaning:
-    """What a policy below 16 bits means on a device; the log says once if it means autocast.
+    """The meaning of a policy below 16 bits on a device; the log says once if it means autocast.
 
     ``choice`` is the name of a level or of an implementation, or ``"auto"``. Without a profile, all that may run in the
     level does.

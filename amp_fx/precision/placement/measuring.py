@@ -167,7 +167,7 @@ def _int8_gemm(size: int) -> _Task:
 
 
 def _packed_int8_gemm(size: int) -> _Task:
-    """What Inductor makes of :func:`amp_fx.precision.policy.scaled.packed_int8_mm`."""
+    """The fused kernel that Inductor makes of :func:`amp_fx.precision.policy.scaled.packed_int8_mm`."""
     a, b = _random(size, torch.int8, "cpu")
     unsigned = (a.short() + ZERO_POINT).to(torch.uint8)
     packed = torch.ops.onednn.qlinear_prepack(b, [size, size])

@@ -89,7 +89,7 @@ class Priced:
         return Choice(self.time(labels), self.sensitivity(labels), labels)
 
     def problem(self, weight: float, pins: Labels = MappingProxyType({})) -> Problem:
-        """What :meth:`choose` minimises."""
+        """The quantity that :meth:`choose` minimises."""
         base = self.base
         prices = [self._price(term.sensitivity, weight) for term in self.terms]
         # an overflow is dearer than everything else together
@@ -114,7 +114,7 @@ class Priced:
         return self.base.cost(labels) // self._scale - self._start
 
     def sensitivity(self, labels: Labels) -> float:
-        """What a placement adds to the squared relative error."""
+        """The squared relative error that a placement adds."""
         return sum(term.sensitivity for term in self.terms if term.is_done(labels))
 
     def blame(self, labels: Labels) -> list[SensitivityTerm]:

@@ -1,4 +1,4 @@
-"""What a device can do, in four numbers: matmul rate per dtype, memory bandwidth, and the cost of a kernel.
+"""The speed of a device: matmul rate per dtype, memory bandwidth, and the cost of a kernel.
 
 The cost model weighs casts against faster arithmetic with them. ``devices.py`` has them in tables, keyed only on what
 the device is, so that runs and ranks decide alike. ``measuring.py`` finds them out on this machine, and

@@ -61,7 +61,7 @@ def read_object(
     how: str = "",
     most: int | None = None,
 ) -> T:
-    """What ``read`` makes of the object in a JSON file, which has at most ``most`` bytes; ``error`` where that fails.
+    """The result of ``read`` for the object in a JSON file of at most ``most`` bytes; ``error`` where that fails.
 
     Messages say ``what`` it should be, ``"a plan"``, and ``how`` to write such a file, in a sentence.
     """
@@ -81,7 +81,7 @@ def read_object(
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong, with the file first where the operating system says it."""
+    """The text of an error, with the file first where the operating system says it."""
     if not isinstance(error, OSError) or error.filename is None or isinstance(error, AmpFxError):
         return str(error)
     if isinstance(error, FileNotFoundError):

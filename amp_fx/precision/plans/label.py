@@ -1,4 +1,4 @@
-"""What passes decide about a call: the label that they write on its node, and the reasons, as data."""
+"""The decision of passes about a call: the label that they write on its node, and the reasons, as data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amp_fx.precision.policy.levels import FORWARD, LEVELS, ROLES, Level, level_
 
 
 class Kind(str, enum.Enum):
-    """What a reason is about, as plans name it, and its sentence with the names of its values."""
+    """The kind of a reason, as plans name it, and its sentence with the names of its values."""
 
     sentence: str
 
@@ -144,7 +144,7 @@ class Takes:
 
 @dataclass(kw_only=True)
 class Label:
-    """What passes know of one call and decide about it; ``dtype`` is None before ``place``.
+    """The facts and the decision of passes about one call; ``dtype`` is None before ``place``.
 
     Attributes as in :class:`amp_fx.precision.plans.plan.NodePlan`, the row of a finished plan.
     """

@@ -158,7 +158,7 @@ class CastSum:
 
 @dataclass(frozen=True)
 class ModuleCasts:
-    """What is cast in one module; or in several, whose path has ``*`` for the numbers of repeated blocks.
+    """The casts of one module; or of several, whose path has ``*`` for the numbers of repeated blocks.
 
     ``dtypes`` says what ``"amp_fx"`` and ``"torch.autocast"`` compute in, ``casts`` are those of both.
     """
@@ -171,7 +171,7 @@ class ModuleCasts:
 
 @dataclass(frozen=True)
 class Cost:
-    """What casts cost in all graphs of a report.
+    """The cost of casts in all graphs of a report.
 
     ``casts`` between floating dtypes read and write ``cast_bytes`` if each is a kernel of its own. After Inductor's
     fusion, ``kernels`` do nothing but cast, and read and write ``kernel_bytes``; all kernels together, ``moved``. None:

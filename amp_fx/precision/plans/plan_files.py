@@ -88,7 +88,7 @@ def choose_plan(
 
 
 def moved_nodes(plan: Plan, outline: Plan) -> list[str]:
-    """What the graph has more, has not, and has otherwise than the plan, one line each."""
+    """The calls that only the graph has, that only the plan has, and that differ, one line each."""
     before, after = _calls(plan), _calls(outline)
     moved: list[str] = []
     for kind, i, j, k, m in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
@@ -127,7 +127,7 @@ def _keys(rows: Iterable[NodePlan]) -> list[tuple[str, ...]]:
 
 
 def _calls(plan: Plan) -> list[tuple[str, ...]]:
-    """What a graph is found by."""
+    """The key by which the plan of a graph is found."""
     return _keys(_computing(plan))
 
 
@@ -294,7 +294,7 @@ def keyed(plans: Sequence[Plan]) -> dict[Key, NodePlan]:
 
 
 def _dtype_in(node: NodePlan | None, role: str) -> str:
-    """What is multiplied in a role, or computed in the call; where a plan says nothing of a role, the call's dtype."""
+    """The dtype of a role's product, or of the call; where a plan says nothing of a role, the call's dtype."""
     if node is None or node.dtype is None:
         return ""
     level = node.levels_below.get(role or FORWARD)

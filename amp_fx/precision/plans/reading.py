@@ -159,7 +159,7 @@ def cast_plan(cast: fx.Node, path: str = "", *, inserted: bool, kernel: bool | N
 
 
 def _read(node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """What a call reads, and what it multiplies with if that is itself or one of its steps."""
+    """The values that a call reads, and the node that multiplies them if that is the call or one of its steps."""
     read: list[fx.Node] = []
     matmul = node if is_matmul(node) else None
     for source in tensor_nodes((node.args, node.kwargs)):

@@ -1,4 +1,4 @@
-"""What rounding costs in accuracy, as plain data: measured by ``amp_fx.calibrate``, read by the placement.
+"""The cost of rounding in accuracy, as plain data: measured by ``amp_fx.calibrate``, read by the placement.
 
 One number, *sensitivity*, is what one rounding adds to the squared relative L2 error of the gradient of all
 parameters, or of what the model returns. Sensitivities of several roundings add up. They are kept by call and
@@ -77,12 +77,12 @@ class CallSensitivity:
         return as_number(operands[MEASURED]) <= most * as_number(operands[INPUT])
 
     def operands(self, role: str, *, measured: bool) -> dict[str, float | None]:
-        """What one of the call's matmuls adds, operand by operand; ``measured``: it reads by the measured scale."""
+        """The squared relative error of a matmul of the call, by operand; ``measured``: it reads by measured scales."""
         left_out = INPUT if measured and role == FORWARD else MEASURED
         return {operand: found for operand, found in self.roles[role].items() if operand != left_out}
 
     def below(self, role: str) -> float:
-        """What one of the call's matmuls adds below 16 bits; infinite where it overflows, or was not measured."""
+        """The squared relative error of a matmul below 16 bits; infinite if it overflows or was not measured."""
         return sum(map(as_number, self.roles[role].values())) if role in self.roles else math.inf
 
 
@@ -101,7 +101,7 @@ class GraphSensitivity:
 
 @dataclass
 class Sensitivity:
-    """What :func:`amp_fx.calibrate` measured."""
+    """The measurements of :func:`amp_fx.calibrate`."""
 
     #: name of the model's class
     model: str
@@ -128,7 +128,7 @@ class Sensitivity:
         return "gradient" if self.of == GRADIENTS else "output"
 
     def graph(self, outline: Plan) -> GraphSensitivity:
-        """What was measured of a graph with these calls. PlanError: that graph, or its gradients, were not measured."""
+        """The sensitivity of a graph with these calls. PlanError: that graph, or its gradients, were not measured."""
         if self.of == OUTPUTS and outline.training:
             raise PlanError(
                 f"graph {outline.graph} has gradients, and what was measured is what roundings do to the outputs of "

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class OpClass(str, enum.Enum):
-    """What mixed precision does with an op. Values are the names used in plans, reports and user rules.
+    """The class of an op in mixed precision. Values are the names used in plans, reports and user rules.
 
     A tensor is *eligible* when it is floating point, not fp64, and on the device being autocast: the rule of
     ``is_eligible`` in ``ATen/autocast_mode.h``.

@@ -29,7 +29,7 @@ AUTO = "auto"
 
 
 class Scale(enum.Enum):
-    """What has one scale."""
+    """The part of a tensor that shares one scale."""
 
     NONE = "nothing: values are cast"
     WHOLE = "a value"
@@ -212,7 +212,7 @@ def levels_of(base: str, *, training: bool = False) -> dict[str, Level]:
 
 
 def choices_of(base: str) -> dict[str, str]:
-    """What the option of a policy takes, and what each means: levels, and implementations where there are several."""
+    """The values of a policy's option, each with its meaning: levels, and implementations where there are several."""
     found: dict[str, str] = {}
     for level in levels_of(base).values():
         found[level.name] = level.about

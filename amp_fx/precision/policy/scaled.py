@@ -38,7 +38,7 @@ def run(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 def scale_of(
     value: Any, dtype: torch.dtype, groups: Sequence[list[int]], call: Emit, *, powers: bool, is_wide: bool
 ) -> Any:
-    """What a value is multiplied by before it is rounded to a dtype; fp32, of size 1 in the dimensions of the groups.
+    """The factor of a value before it is rounded to a dtype; fp32, of size 1 in the dimensions of the groups.
 
     A scale is shared over the dimensions of the groups, which are reduced one group after the other. Scales that are
     powers of two round nothing themselves.

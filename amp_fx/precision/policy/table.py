@@ -142,6 +142,6 @@ def check_op(op: str, rule: object) -> None:
 
 @cache_results()
 def _listed() -> frozenset[str]:
-    """What is on some list, with overloads and without."""
+    """The names that are on some list, with overloads and without."""
     names = {name for device in DEVICES for name in rows_of(device)}
     return frozenset({*names, *(name.partition(".")[0] for name in names)})

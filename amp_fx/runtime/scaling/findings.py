@@ -29,7 +29,7 @@ Marks = list[tuple[int, Tensor]]
 
 @dataclass
 class Step:
-    """What a scaler learns between two updates."""
+    """The findings of a scaler between two updates."""
 
     #: of the parameters of its graphs by id, in the order in which the graphs were called
     names: dict[int, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def names_of(optimizer: Optimizer) -> dict[int, str]:
-    """What an optimizer calls its parameters: their names, where it was given names, else their places."""
+    """The labels of an optimizer's parameters: their names, where it was given names, else their places."""
     return {
         id(p): group["param_names"][i] if "param_names" in group else f"parameter {i} of group {g}"
         for g, group in enumerate(optimizer.param_groups)

@@ -28,7 +28,7 @@ from amp_fx.runtime.scaling.findings import Step, any_of, look, names_of, parame
 
 @dataclass
 class _Here:
-    """What no checkpoint has: a copy and a pickle begin it anew."""
+    """State of a scaler that is in no checkpoint: a copy and a pickle begin it anew."""
 
     process_group: dist.ProcessGroup | None = None
     now: Step = field(default_factory=Step)
@@ -106,7 +106,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def name(self) -> str:
-        """What graphs find the scaler by."""
+        """The name by which graphs find the scaler."""
         return self._name
 
     # ---- what compiled graphs ask ----

@@ -34,7 +34,7 @@ _RENEWED_ROWS = (torch.float8_e4m3fn,)
 
 
 class PreparedTensors:
-    """What one part of a graph makes of some weights; when only their values change, it is written in place.
+    """The tensors that one part of a graph makes of some weights; when only values change, they are written in place.
 
     Attributes:
         tensors: stay where they are, for CUDA graphs.
@@ -113,7 +113,7 @@ def _is_renewed(part: Part, weight: Tensor) -> bool:
 
 
 class CacheEntry(NamedTuple, Generic[Value]):
-    """What a graph has of the weights of one model.
+    """The tensors that a graph keeps of the weights of one model.
 
     Attributes:
         fingerprint: of the weights; None: no call may use the entry.
@@ -147,7 +147,7 @@ class WeightCache(Generic[Value]):
         _caches.add(self)
 
     def of(self, weights: Sequence[Tensor], *more: Any) -> Value:
-        """What the graph needs of plain tensors, made if necessary; ``more`` is passed on.
+        """The tensors that the graph needs, of plain tensors and made if necessary; ``more`` is passed on.
 
         Raises:
             WeightsError: a weight has changed, and may not.
@@ -225,7 +225,7 @@ def _are_alive(refs: Sequence[StorageRef]) -> bool:
 def keep(
     prepare: Prepare, weights: Sequence[Tensor], before: CacheEntry[Any] | None = None
 ) -> CacheEntry[list[Tensor]]:
-    """What a graph reads of its weights, shared with all graphs that read the same; ``before``: their entry before."""
+    """The tensors that a graph reads of its weights, shared among graphs that read the same; ``before``: last entry."""
     given = [(part, [weights[at] for at in positions]) for part, positions in prepare.parts]
     found = [prepared_of(part, own) for part, own in given]
     pairs = [(prepared, own) for prepared, (_, own) in zip(found, given, strict=True)]

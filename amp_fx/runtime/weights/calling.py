@@ -104,7 +104,7 @@ class LiftedGraph:
         self._cache = WeightCache(functools.partial(keep, split.prepare), may_change=may_change)
 
     def prepared(self, args: Sequence[Any]) -> list[Tensor]:
-        """What is made of the weights among the program's inputs, and kept across calls."""
+        """The tensors that are made of the weights among the program's inputs, and kept across calls."""
         return self._cache.of([args[at] for at in self._positions])
 
     def once(self, args: Sequence[Any]) -> list[Tensor]:
@@ -157,7 +157,7 @@ class FrozenGraph:
         self._cache = WeightCache(self._freeze, may_change=may_change)
 
     def prepared(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """What was compiled for the weights of a call with all inputs of the program."""
+        """The function that was compiled for the weights of a call with all inputs of the program."""
         return self._cache.of([args[at] for at in self.weights], args)
 
     def once(self, args: Sequence[Any]) -> Callable[..., Any]:

@@ -64,7 +64,7 @@ def sampled_offsets(weight: Tensor) -> NDArray[np.int64]:
 
 
 class Fingerprint:
-    """What some weights were like at one moment.
+    """The state of some weights at one moment.
 
     Args:
         weights: plain tensors.

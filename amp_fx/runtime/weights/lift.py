@@ -66,7 +66,7 @@ def kept_copies(graph: fx.Graph) -> list[fx.Node]:
 
 
 def steps_to(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """What values are computed by, inputs left out, in the order of the graph."""
+    """The calls that compute some values, without inputs, in the order of the graph."""
     found, stack = set[fx.Node](), list(nodes)
     while stack:
         if (node := stack.pop()) not in found and node.op != "placeholder":
@@ -76,7 +76,7 @@ def steps_to(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 class Part:
-    """What follows from the same weights: a graph from these to some results. Parts that compute the same are equal.
+    """A graph from some weights to results that follow from them alone. Parts that compute the same are equal.
 
     Attributes:
         graph: takes the weights, gives a tuple of tensors.
@@ -142,7 +142,7 @@ class _Pack(nn.Module):
 
 @dataclass(frozen=True)
 class Prepare:
-    """What a graph reads of its weights, as a function of these.
+    """The tensors that a graph reads of its weights, as a function of the weights.
 
     Attributes:
         parts: what is computed, each with the positions of the weights that it takes.
@@ -177,7 +177,7 @@ def _place(weight: Tensor) -> tuple[object, ...]:
 
 
 def prepare_of(gm: fx.GraphModule, weights: Sequence[fx.Node], results: Sequence[Result]) -> Prepare:
-    """What computes results of a graph from weights."""
+    """The calls that compute results of a graph from weights."""
     position = {weight: at for at, weight in enumerate(weights)}
     groups: dict[tuple[fx.Node, ...], list[Result]] = {}
     for each in results:
@@ -304,7 +304,7 @@ class Lift:
         self._read_instead += [(reader, node, given) for reader in node.users if reader not in self.derived]
 
     def take_the_rest(self) -> None:
-        """What the graph reads of derived values; views are left to it, and what it returns."""
+        """The derived values that the graph reads; it keeps its views, and the values that it returns."""
         stays = set[fx.Node]()
         for node in reversed(list(self.graph.nodes)):
             if node not in self.derived or node.op == "placeholder":

@@ -1,4 +1,4 @@
-"""What becomes of the weights of a graph, and why: tables of rows, of which the first that holds decides."""
+"""The lifetime of a graph's weights, and its reason: tables of rows, of which the first that holds decides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Facts:
-    """What :func:`weights_mode` reads of a graph and its options, besides ``weights``."""
+    """The facts of a graph and its options that :func:`weights_mode` reads, besides ``weights``."""
 
     on_cpu: bool  # and nowhere else
     writes_to_shared: bool  # before torch 2.13, which asks packed weights for their memory then
@@ -21,7 +21,7 @@ class Facts:
 
 
 class Mode(NamedTuple):
-    """What becomes of weights.
+    """The lifetime of a graph's weights.
 
     Attributes:
         name: ``"cast"``: in each call. ``"copies"``: low copies are kept. ``"packed"``: all that follows from weights
@@ -94,7 +94,7 @@ _ROWS: tuple[_Row, ...] = (
 
 
 def weights_mode(option: str, facts: Facts, *, strict: bool) -> Mode:
-    """What becomes of a graph's weights where they may live across calls.
+    """The lifetime of a graph's weights where they may live across calls.
 
     Args:
         option: ``weights``.

@@ -1,4 +1,4 @@
-"""What a graph does with its weights, rewritten for oneDNN before the graph is split: norms folded in, weights packed.
+"""Calls on weights, rewritten for oneDNN before the graph is split: norms are folded in, weights are packed.
 
 Before, where ``w_bf16`` and ``b_bf16`` are computed from weights alone::
 
@@ -131,7 +131,7 @@ class _Patterns:
         return any(call < each < later for each in self._lift.writers.get(storage_of(args_of(call)[0]), ()))
 
     def take_bias(self, call: fx.Node) -> None:
-        """What is added to each channel of a convolution or a product becomes its bias.
+        """An addition to each channel of a convolution or a product becomes its bias.
 
         In 16 bits only what is left of a norm: the sum would be rounded, where the program adds in fp32.
         """

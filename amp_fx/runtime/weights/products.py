@@ -94,7 +94,7 @@ def _key(node: fx.Node) -> tuple[fx.Node, Any, Any, Any, Any]:
 
 
 def dequantised(factor: fx.Node, per: str) -> fx.Node | None:
-    """What a factor of a product in int8 comes from, before a cast or none; None for others.
+    """The value that a factor of a product in int8 comes from, before a cast or none; None for others.
 
     ``per``: ``"tensor"`` for a value, ``"channel"`` for a weight.
     """

@@ -111,7 +111,7 @@ def renew_kernel(
 
 
 def constants(weight: torch.dtype, copy: torch.dtype) -> dict[str, Any]:
-    """What the kernel is compiled for, by the dtypes of a weight and of its copy."""
+    """The constants that the kernel is compiled for, by the dtypes of a weight and of its copy."""
     return {
         "weight_type": _TYPES[weight],
         "bits_type": _BITS[weight.itemsize][0],
@@ -173,7 +173,7 @@ class Renewal:
 
 
 class _Kind(NamedTuple):
-    """What the chunks of one launch have in common."""
+    """The properties that all chunks of one launch share."""
 
     device: torch.device
     weight: torch.dtype
