@@ -34,7 +34,9 @@ def _reads_dtype_of_its_label(node: fx.Node) -> bool:
     is_free = LEVEL in node.meta or has_trait(node, Trait.NORM, Trait.BATCH_NORM)
     if label is None or label.takes != Takes.DTYPE or label.dtype is None or is_free:
         return True
-    return all(source.meta["val"].dtype is label.dtype for _, source in retyped_arguments(node, label))
+    read = [source.meta["val"].dtype for _, source in retyped_arguments(node, label)]
+    # a value that is scaled once for all its readers is in bytes
+    return all(dtype is label.dtype or not dtype.is_floating_point for dtype in read)
 
 
 def _is_of_inductor(node: fx.Node) -> bool:
