@@ -34,9 +34,9 @@ def _reads_dtype_of_its_label(node: fx.Node) -> bool:
     is_free = LEVEL in node.meta or has_trait(node, Trait.NORM, Trait.BATCH_NORM)
     if label is None or label.takes != Takes.DTYPE or label.dtype is None or is_free:
         return True
-    read = [source.meta["val"].dtype for _, source in retyped_arguments(node, label)]
-    # a value that is scaled once for all its readers is in bytes
-    return all(dtype is label.dtype or not dtype.is_floating_point for dtype in read)
+    read = [source for _, source in retyped_arguments(node, label)]
+    # a step of int8 may be what a value is written by for all its readers
+    return all(source.meta["val"].dtype is label.dtype or STEP_META in source.meta for source in read)
 
 
 def _is_of_inductor(node: fx.Node) -> bool:
