@@ -110,6 +110,10 @@ def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_onc
     for (call, at), node in made.items():
         for item in [item for item in call.users if item.args[1] == at]:
             item.replace_all_uses_with(node)
+    # results, aliases, backwards; by hand: the kernel may draw numbers, and such calls stay though nothing reads them
+    gone = {flash, *readers(flash, lambda _: True)}
+    for node in [node for node in reversed(flash.graph.nodes) if node in gone]:
+        flash.graph.erase_node(node)
 
 
 def products(
