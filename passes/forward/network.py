@@ -169,7 +169,7 @@ class Network:
         return placed_dtype(value) is self._low and any(placed_dtype(o) is torch.float32 for o in others)
 
     def _add_value(self, value: fx.Node) -> None:
-        """The cost of storing and converting one value."""
+        """Adds the cost of storing and converting one value."""
         stored = self.stored(value)
         read = [(user, *pair) for user in value.users for pair in named_arguments(user)]
         slots = [(user, name) for user, name, arg in read if value in tensor_nodes(arg)]

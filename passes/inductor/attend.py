@@ -68,6 +68,7 @@ class Attend(Pass):
                 at_once = None if backwards else self.at_once
                 _write(flash, backwards, low_scores=how == "products_low", at_once=at_once)
                 written += 1
+        # what was traced has calls that nothing reads, such as probabilities without a backward
         if written:
             gm.graph.eliminate_dead_code()
         return PassResult(f"{written} calls of attention are two products around a softmax", written)

@@ -134,7 +134,7 @@ class MeasuredGraph:
         return outline
 
     def plan(self, opts: Options, placement: Placement | None = None) -> Plan:
-        """The graph and plan of the backend with these options; see :func:`amp_fx.compiler.rewriting.rewrite`."""
+        """The plan of the backend with these options; see :func:`amp_fx.compiler.rewriting.rewrite`."""
         plan = self._run(_plan, opts, placement, self.training)
         plan.graph = self.name
         return plan

@@ -90,7 +90,7 @@ def _fused_layers(plans: Sequence[Plan]) -> list[Advice]:
 
 
 def outside_advice(outside: Mapping[str, int], device: str, low: torch.dtype) -> list[Advice]:
-    """The remedy for matmuls in fp32 in code that Dynamo leaves to eager; nothing where there are none."""
+    """Advice about matmuls in fp32 in code that Dynamo leaves to eager; nothing where there are none."""
     if not outside.get("float32"):
         return []
     text = "matmuls run outside of graphs, in fp32, in code that Dynamo leaves to eager"
@@ -104,7 +104,7 @@ def autocast_fails(graphs: Iterable[str]) -> Advice:
 
 
 def scaling_advice(plans: Sequence[Plan]) -> list[Advice]:
-    """The remedy for training in fp16 without scaled gradients; nothing without a backward."""
+    """Advice for training in fp16 without scaled gradients; nothing without a backward."""
     if not any(node.dtype is torch.float16 for plan in _trained(plans) for node in plan.nodes):
         return []
     text = (
@@ -134,7 +134,7 @@ def layout_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) ->
 
 
 def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) -> list[Advice]:
-    """The weights that do not fit fp16; nothing where fp16 is not in use."""
+    """Advice about weights that do not fit fp16; nothing where fp16 is not in use."""
     if all(node.low is not torch.float16 for plan in plans for node in plan.nodes):
         return []
     limits = torch.finfo(torch.float16)

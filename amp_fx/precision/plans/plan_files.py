@@ -127,7 +127,7 @@ def _keys(rows: Iterable[NodePlan]) -> list[tuple[str, ...]]:
 
 
 def _calls(plan: Plan) -> list[tuple[str, ...]]:
-    """The key by which the plan of a graph is found."""
+    """The keys of calls by which the plan of a graph is found."""
     return _keys(_computing(plan))
 
 

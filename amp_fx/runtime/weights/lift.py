@@ -177,7 +177,7 @@ def _place(weight: Tensor) -> tuple[object, ...]:
 
 
 def prepare_of(gm: fx.GraphModule, weights: Sequence[fx.Node], results: Sequence[Result]) -> Prepare:
-    """The calls that compute results of a graph from weights."""
+    """The function from weights to some results of a graph."""
     position = {weight: at for at, weight in enumerate(weights)}
     groups: dict[tuple[fx.Node, ...], list[Result]] = {}
     for each in results:
@@ -304,7 +304,7 @@ class Lift:
         self._read_instead += [(reader, node, given) for reader in node.users if reader not in self.derived]
 
     def take_the_rest(self) -> None:
-        """The derived values that the graph reads; it keeps its views, and the values that it returns."""
+        """Takes the derived values that the graph reads; it keeps its views, and the values that it returns."""
         stays = set[fx.Node]()
         for node in reversed(list(self.graph.nodes)):
             if node not in self.derived or node.op == "placeholder":
