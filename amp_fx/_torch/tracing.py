@@ -13,7 +13,11 @@ import torch
 from torch._C._autograd import (
     _saved_tensors_hooks_is_enabled,  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 )
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import (
+    get_dynamic_layer_stack_depth,
+    is_functorch_wrapped_tensor,
+    pop_dynamic_layer_stack_and_undo_to_depth,
+)
 
 # composite ops decompose in Python, as when Dynamo traces: in torch 2.11, matmul's C++ takes no symbolic sizes
 from torch._dispatch.python import enable_python_dispatcher as symbolic_kernels
@@ -82,11 +86,11 @@ def ignore_fresh_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextMana
 @contextlib.contextmanager
 def functorch_levels_closed() -> Iterator[None]:
     """Closes the functorch levels that a run opened and, as it failed, did not close."""
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    depth = get_dynamic_layer_stack_depth()
     try:
         yield
     finally:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def nesting_change(target: object) -> int:
