@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
@@ -22,8 +23,11 @@ from amp_fx.runtime.weights.cache import keep
 from amp_fx.runtime.weights.calling import FrozenGraph
 from amp_fx.runtime.weights.lift import Prepare, prepare_of, weights_of
 from graphs import rewrite, without_inductor
+from holding import Held
 
 aten = torch.ops.aten
+
+FP32 = {"rules": [{"op": "linear", "precision": "fp32"}]}
 
 
 def derived(program: Callable[..., Sequence[fx.Node]], *names: str, how: Packing | None = None) -> Prepare:
@@ -138,15 +142,13 @@ def test_a_graph_is_compiled_for_one_model_while_it_is_for_another() -> None:
     assert all(torch.equal(got[at], -weights) for at, weights in enumerate(models))
 
 
-def test_a_program_that_follows_a_plan_keeps_copies_and_one_that_needs_none_says_nothing() -> None:
+@pytest.mark.parametrize(("options", "is_kept"), [({"profile": "off"}, True), ({"policy": FP32}, False)])
+def test_a_program_that_follows_a_plan_keeps_copies_and_one_that_needs_none_says_nothing(
+    options: dict[str, Any], is_kept: bool, held: Held
+) -> None:
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(4, 16)
-    plans = [rewrite(model, x, options={"profile": "off"}).plan]
-    plans += [rewrite(model, x, options={"policy": {"rules": [{"op": "linear", "precision": "fp32"}]}}).plan]
-    for plan, is_kept in zip(plans, (True, False), strict=True):
-        options: dict[str, Any] = {"plan": plan}
-        torch._dynamo.reset()
-        with without_inductor(), amp_fx.record() as recording, torch.inference_mode():
-            run = torch.compile(lambda x: model(x), backend="amp_fx", options=options)
-            torch.testing.assert_close(run(x), run(x))
-        assert [bool(held_bytes()), bool(recording.plans[0].weights)] == [is_kept, is_kept]
-        amp_fx.reset()
+    followed: dict[str, Any] = {"plan": rewrite(model, x, options=options).plan}
+    with without_inductor(), amp_fx.record() as recording, torch.inference_mode():
+        run = torch.compile(lambda x: model(x), backend="amp_fx", options=followed)
+        torch.testing.assert_close(run(x), run(x))
+    assert [bool(held.bytes()), bool(recording.plans[0].weights)] == [is_kept, is_kept]
