@@ -263,7 +263,8 @@ class CapturingInterpreter(fx.Interpreter):
         call = proxy.node.args[0] if proxy.node.target is operator.getitem else proxy.node
         if not isinstance(call.target, OpOverload) or call.target._schema.is_mutable:
             return result
-        with disable_proxy_modes_tracing():
+        # a view made without gradients may not be written to where gradients are; the argument may
+        with disable_proxy_modes_tracing(), torch.enable_grad():
             alias = torch.ops.aten.alias.default(result)
         track_tensor_tree(alias, proxy, constant=None, tracer=self._tracer)
         track_tensor_tree(result, argument, constant=None, tracer=self._tracer)

@@ -296,3 +296,30 @@ def test_a_graph_that_makes_all_its_tensors_passes_in_silence_and_its_matmuls_ru
     assert [row.dtype for row in plans(plan, "matmul")] == [BF16] * is_matmul
     assert is_matmul or not plan.changed
     assert not plan.fallback
+
+
+@pytest.mark.parametrize(
+    "gives_itself",
+    [
+        lambda y: y.type_as(y),
+        lambda y: y.real,
+        lambda y: y.to(torch.float32),
+        lambda y: y.contiguous(),
+        lambda y: y.float(),
+        lambda y: torch.conj(y),
+        lambda y: y.resolve_conj(),
+    ],
+    ids=["type_as", "real", "to", "contiguous", "float", "conj", "resolve_conj"],
+)
+def test_a_value_that_a_call_without_gradients_gives_back_may_be_written_to_with_gradients(
+    gives_itself: Callable[[Tensor], Tensor],
+) -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        with torch.no_grad():
+            same = gives_itself(y)
+        same.mul_(0.5)
+        return same @ w, y
+
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    agree(program, x, w, reference=torch.float32)
