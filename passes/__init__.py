@@ -43,12 +43,52 @@ from amp_fx.precision.policy import Policy
 from amp_fx.precision.policy.table import device_row
 
 __all__ = [
-    "OPTIONAL", "OUTLINE", "PARTITIONED", "PASSES", "PLANNED", "Attend", "CallPacked", "ChooseAttention", "Classify",
-    "Constrain", "FuseCasts", "GemmEpilogue", "Given", "HoldPacked", "InsertCasts", "KeepStatistics", "KeepWeights",
-    "LayOutGradients", "LayOutWeights", "LowerTransforms", "MarkCopies", "MarkMatmuls", "MarkStored", "Note", "Notes",
-    "Pass", "PassContext", "PassResult", "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls",
-    "ReadScales", "Replay", "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes",
-    "check_disabled", "joint_passes", "package_passes", "parse_disabled", "run_in_order", "run_passes",
+    "OPTIONAL",
+    "OUTLINE",
+    "PARTITIONED",
+    "PASSES",
+    "PLANNED",
+    "Attend",
+    "CallPacked",
+    "ChooseAttention",
+    "Classify",
+    "Constrain",
+    "FuseCasts",
+    "GemmEpilogue",
+    "HoldPacked",
+    "InsertCasts",
+    "KeepStatistics",
+    "KeepWeights",
+    "LayOutGradients",
+    "LayOutWeights",
+    "LowerTransforms",
+    "MarkCopies",
+    "MarkMatmuls",
+    "MarkStored",
+    "Note",
+    "Notes",
+    "Pass",
+    "PassContext",
+    "PassResult",
+    "PassSelection",
+    "PinDtypes",
+    "Place",
+    "PlaceBySensitivity",
+    "PlaceLevels",
+    "QuantiseMatmuls",
+    "ReadScales",
+    "Replay",
+    "ScaleBackward",
+    "SeparateOutputs",
+    "Verify",
+    "WriteCasts",
+    "captured_passes",
+    "check_disabled",
+    "joint_passes",
+    "package_passes",
+    "parse_disabled",
+    "run_in_order",
+    "run_passes",
 ]  # fmt: skip
 
 #: name -> pass
@@ -68,7 +108,7 @@ OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class PassSelection:
     """Passes on a captured graph whose fields the caller fills in. None: the pass does not run."""
 
     #: in export, ops whose weights do not fit into the low dtype stay in fp32
@@ -109,31 +149,31 @@ def check_disabled(names: Collection[str], policy: Policy, *, is_planned: bool) 
             raise OptionsError(f"disable_passes has {name!r}, and {asked} asks for it; drop one of the two.")
 
 
-def captured_passes(given: Given) -> tuple[Pass, ...]:
+def captured_passes(selection: PassSelection) -> tuple[Pass, ...]:
     """The passes on a captured graph, in order."""
     passes: list[Pass] = [*OUTLINE, Constrain()]
-    if given.keep is not None:
-        passes.append(given.keep)
-    passes.append(given.place or Place(stored=given.store is not None))
-    if given.store is None and not isinstance(given.place, Replay):
+    if selection.keep is not None:
+        passes.append(selection.keep)
+    passes.append(selection.place or Place(stored=selection.store is not None))
+    if selection.store is None and not isinstance(selection.place, Replay):
         # a program is stored with the call as it is; a plan has the choice
         passes.append(ChooseAttention())
-    passes += [InsertCasts(stored=given.store is not None)]
-    if given.store is not None and given.levels is None:
-        passes.append(given.store)
+    passes += [InsertCasts(stored=selection.store is not None)]
+    if selection.store is not None and selection.levels is None:
+        passes.append(selection.store)
     passes.append(FuseCasts())
-    if given.levels is not None:
-        passes += [given.levels, QuantiseMatmuls(joint=False, stored=given.store is not None)]
-        if given.store is not None:
+    if selection.levels is not None:
+        passes += [selection.levels, QuantiseMatmuls(joint=False, stored=selection.store is not None)]
+        if selection.store is not None:
             # after the copies that are stored were made; rows of tables that were widened may be cast again
-            passes += [given.store, FuseCasts()]
-    if given.caches_weights:
+            passes += [selection.store, FuseCasts()]
+    if selection.caches_weights:
         passes.append(MarkCopies())
-    if given.store is None:
-        passes.append(LowerTransforms(replays=isinstance(given.place, Replay)))
+    if selection.store is None:
+        passes.append(LowerTransforms(replays=isinstance(selection.place, Replay)))
     passes.append(Verify())
-    if given.mark is not None:
-        passes.append(given.mark)
+    if selection.mark is not None:
+        passes.append(selection.mark)
     return tuple(passes)
 
 

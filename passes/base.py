@@ -193,9 +193,13 @@ def mark_where(gm: fx.GraphModule, key: str, says: Callable[[Label], Any]) -> tu
     A pass on Inductor's graphs takes these as a field: a mark alone is in no key of a cache.
     """
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    rows = [(node, row) for graph in graphs for node in graph.nodes if (row := label_of(node)) is not None]
+    rows = [
+        (node, label) for graph in graphs for node in graph.nodes if (label := label_of(node)) is not None
+    ]
     found = [
-        (node, row.name, value) for node, row in rows if row.dtype in LOW_DTYPES and (value := says(row))
+        (node, label.name, value)
+        for node, label in rows
+        if label.dtype in LOW_DTYPES and (value := says(label))
     ]
     for node, name, _ in found:
         mark(node, key, name)

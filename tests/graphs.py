@@ -26,7 +26,7 @@ from amp_fx.compiler.settings import Options
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
-from amp_fx.passes import Given, Pass, PassContext, captured_passes, run_passes
+from amp_fx.passes import Pass, PassContext, PassSelection, captured_passes, run_passes
 from amp_fx.precision.plans.plan import NodePlan, Plan, dtype_name
 
 Program = Callable[..., Any]
@@ -35,7 +35,7 @@ Program = Callable[..., Any]
 DEFAULTS: Mapping[str, Any] = {"profile": "off", "strict": True}
 
 #: the passes on a captured graph where nothing is given
-PIPELINE = captured_passes(Given())
+PIPELINE = captured_passes(PassSelection())
 
 _SHORT = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 

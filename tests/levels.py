@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.precision.placement import level_cost
 from amp_fx.precision.placement.profile import FLOAT8, DeviceProfile
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.policy.scaled import TILE
 from benchmarks.workloads import llama_512
@@ -98,7 +98,7 @@ class Step:
         """How many they are."""
         return tuple(map(len, self.scaled()))
 
-    def reasons(self) -> dict[str, list[tuple[Kind, str]]]:
+    def reasons(self) -> dict[str, list[tuple[ReasonKind, str]]]:
         """Module path -> why its matmuls run as they do: the kind and the role."""
         return {
             row.module_path: [(reason.kind, reason.values.get("role", "")) for reason in row.reasons]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from amp_fx.instruments.reports.report import Report
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan import CastPlan, CastSum, Cost, InputPlan, ModuleCasts, NodePlan, Plan
 from amp_fx.precision.policy import OpClass
 
@@ -36,7 +36,7 @@ def call(name: str, *inputs: str, module: str = "", why: str = "", **fields: Any
     """A call that reads values of these names, a linear in bf16 if nothing else is said."""
     row = {"op": "linear", "dtype": LOW, "op_class": OpClass.LOW, "bytes": 64, "shape": (2, 8), **fields}
     row.setdefault("source", f"net.py:{len(name)} in forward")
-    reasons = (Reason.of(Kind.LISTED, why=why or f"reason of {name}"),)
+    reasons = (Reason.of(ReasonKind.LISTED, why=why or f"reason of {name}"),)
     row |= {"traced": HIGH, "low": LOW, "inputs": inputs, "reasons": reasons}
     return NodePlan(name=name, module_path=module, **row)
 

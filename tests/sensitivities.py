@@ -43,9 +43,9 @@ def uniform(gm: fx.GraphModule, value: float = 1e-6) -> Rows:
     """The same sensitivity everywhere."""
     run_in_order(gm, (PinDtypes(), Classify()), CONTEXT)
     return {
-        plan.name: sensed(plan.name, value, (slot for slot, _, _ in slots(node)))
+        label.name: sensed(label.name, value, (slot for slot, _, _ in slots(node)))
         for node in gm.graph.nodes
-        if (plan := label_of(node)) is not None and plan.op_class is not OpClass.KEEP
+        if (label := label_of(node)) is not None and label.op_class is not OpClass.KEEP
     }
 
 

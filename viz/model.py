@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, NodePlan, Plan, dtype_name
 from amp_fx.precision.plans.plan_files import Diff, keyed
 from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, levels
@@ -136,7 +136,7 @@ class _Builder:
         if alone:
             # a box around a single call says no more than its name does
             path, label = path[:-1], f"{path[-1]}: {row.op}"
-        op_class = "user" if row.is_because(Kind.RULE) else row.op_class.value
+        op_class = "user" if row.is_because(ReasonKind.RULE) else row.op_class.value
         node = Node(
             row.name, label, "call", self._group(path), row.precision, row.shape, row.bytes, because(row),
             op_class, row.module_path, row.op, row.source, row.flops,

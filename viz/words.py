@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from amp_fx.errors import PlanError
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan import Cost, NodePlan, Plan
 from amp_fx.precision.policy.levels import LEVELS
 
@@ -85,7 +85,7 @@ def summary(plan: Plan) -> str:
         text = f"{total} matmul{'s' * (total != 1)}, {lowered or 'none in low precision'}, {casts}"
     parts = [f"{count} in {dtype}: {why}" for (dtype, why), count in wide.items()]
     if inside:
-        under = sum(row.is_because(Kind.TRANSFORMED) for row in inside)
+        under = sum(row.is_because(ReasonKind.TRANSFORMED) for row in inside)
         counts = {"under torch.autocast": under, "left as written": len(inside) - under}
         parts += [f"{count} inside vmap or torch.func: {how}" for how, count in counts.items() if count]
     if plan.meaning:
@@ -101,10 +101,10 @@ def more_bytes(plans: Sequence[Plan], ours: int | None, theirs: int | None) -> s
     rows = [row for plan in plans if plan.phase == "forward" for row in plan.matmuls]
     wide = list(filter(_is_wide, rows))
     causes = []
-    if small := sum(row.is_because(Kind.CASTS_COST_MORE) for row in wide):
+    if small := sum(row.is_because(ReasonKind.CASTS_COST_MORE) for row in wide):
         text = "matmuls stay in fp32, where their casts would take longer than low precision saves"
         causes.append(f"{small} of {len(rows)} {text}")
-    if ruled := sum(row.is_because(Kind.RULE) for row in wide):
+    if ruled := sum(row.is_because(ReasonKind.RULE) for row in wide):
         causes.append(f"rules keep {ruled} of {len(rows)} matmuls in fp32")
     if written := sum(row.computed_by.startswith("products") for row in rows):
         causes.append(f"{written} of {len(rows)} matmuls are attention as two products, which take less time")
@@ -118,7 +118,7 @@ def _is_wide(row: NodePlan) -> bool:
 
 
 def _why_wide(row: NodePlan, plan: Plan) -> str:
-    if row.is_because(Kind.CASTS_COST_MORE):
+    if row.is_because(ReasonKind.CASTS_COST_MORE):
         device = f" on {plan.profile}" if plan.profile else ""
         return f"faster than with casts{device} (options={{'profile': 'off'}} forces them)"
     # what comes after the list's own reason overruled it

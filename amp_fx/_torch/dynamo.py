@@ -324,7 +324,7 @@ def raised_by_backend(error: Exception) -> Exception:
 
 
 def for_the_caller(error: Exception) -> Exception:
-    """The same error, of a class that is its own and one that Dynamo hands on as it is: others it wraps."""
+    """The error with a second base class by which Dynamo hands it on as it is; Dynamo wraps other errors."""
     kind, text = type(error), str(error)
     # Dynamo appends to the arguments how to report a bug to PyTorch
     own = {"__module__": kind.__module__, "__str__": lambda _: text}

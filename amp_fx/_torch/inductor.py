@@ -215,7 +215,7 @@ def joint_roles(gm: fx.GraphModule) -> JointRoles | None:
 
 
 def _whole(descriptor: Any) -> Any:
-    """That of a tensor subclass, for one of its parts."""
+    """The descriptor of a whole tensor subclass, for the descriptor of one of its parts."""
     while hasattr(descriptor, "base") and hasattr(descriptor, "attr"):
         descriptor = descriptor.base
     return descriptor

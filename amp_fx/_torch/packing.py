@@ -161,7 +161,7 @@ def pointwise_convolution(*args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
 
 
 def convolution_int8_op() -> OpOverload:
-    """The same of a value in uint8, by scale and zero point, and a weight in int8, by scales and zero points."""
+    """The op of a convolution of a uint8 value by an int8 weight, each with scale and zero point."""
     return own_op(
         "packed_convolution_int8(Tensor x, float scale, int zero_point, Tensor weight, Tensor scales, Tensor zeros, "
         "Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, ScalarType dtype, bool channels_last) "

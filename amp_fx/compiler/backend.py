@@ -26,7 +26,7 @@ from amp_fx._torch import (
     noting_faults,
     refusing_second_derivatives,
 )
-from amp_fx.compiler.compiling import Call, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
+from amp_fx.compiler.compiling import Invocation, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
 from amp_fx.compiler.level_passes import add_choices, level_placement
 from amp_fx.compiler.notices import (
     expect_graph,
@@ -43,7 +43,7 @@ from amp_fx.errors import OptionsError, PlanError, SecondDerivativeError
 from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
 from amp_fx.graphs.regions import ambient_regions, is_autocast_call, not_ours
 from amp_fx.graphs.values import graph_device, listed_devices
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.plans.reading import is_heard, publish, unused_rules
 from amp_fx.precision.policy.levels import AUTO, levels_of
@@ -54,8 +54,8 @@ from amp_fx.viz.words import summary, why_none_below
 
 logger = logging.getLogger(__name__)
 
-#: compiles a graph in one way, and says how; is given the reasons why others failed
-Way = Callable[[Call, str], tuple[str, Callable[..., Any]]]
+#: compiles a graph in one way, given the reasons why other ways failed; returns words for the way, and the function
+Attempt = Callable[[Invocation, str], tuple[str, Callable[..., Any]]]
 
 
 def amp_fx(
@@ -97,33 +97,33 @@ def compile_graph(
     if why_cast:
         opts = replace(opts, weights="cast")
     ambient = ambient_regions({device: opts.low_dtype(device) for device in listed_devices(gm)})
-    call = Call(gm, example_inputs, ambient, opts, watch, why_cast)
-    if call.training:
+    invocation = Invocation(gm, example_inputs, ambient, opts, watch, why_cast)
+    if invocation.training:
         refuse_training(gm, example_inputs)
     if reason := not_ours(gm):
         logger.debug("graph passed through to Inductor: %s", reason)
         alone = "as it is, by Inductor alone"
         return _first_that_works(
-            call,
+            invocation,
             [
-                lambda call, _: ("as it is", lower(gm, example_inputs, call.opts)),
-                lambda call, _: (alone, lower_as_it_is(gm, example_inputs, call.opts)),
+                lambda invocation, _: ("as it is", lower(gm, example_inputs, invocation.opts)),
+                lambda invocation, _: (alone, lower_as_it_is(gm, example_inputs, invocation.opts)),
             ],
         )
-    return _first_that_works(call, [_as_asked, *_plainer(call), _under_autocast])
+    return _first_that_works(invocation, [_as_asked, *_plainer(invocation), _under_autocast])
 
 
-def _first_that_works(call: Call, ways: Sequence[Way]) -> Callable[..., Any]:
+def _first_that_works(invocation: Invocation, attempts: Sequence[Attempt]) -> Callable[..., Any]:
     """Compiles a graph in the first way that does not fail, and warns once if that is not the first."""
     reasons: dict[str, None] = {}
     refused = partial(SecondDerivativeError, compile_id())
-    for way in ways:
+    for attempt in attempts:
         reason = "; ".join(reasons)
         try:
             with refusing_second_derivatives(refused):
-                how, compiled = way(call, reason)
+                how, compiled = attempt(invocation, reason)
         except Exception as error:
-            if way is ways[-1] or is_raised(call.opts, error):
+            if attempt is attempts[-1] or is_raised(invocation.opts, error):
                 raise
             logger.info("a way to compile a graph fails", exc_info=True)
             reasons[reason_of(error)] = None
@@ -131,65 +131,73 @@ def _first_that_works(call: Call, ways: Sequence[Way]) -> Callable[..., Any]:
             if reasons:
                 warn_fallback(f"compiles a graph {how}", reason)
             return compiled
-    raise AssertionError("there is a last way")
+    raise AssertionError("there is a last attempt")
 
 
-def _as_asked(call: Call, _reason: str) -> tuple[str, Callable[..., Any]]:
+def _as_asked(invocation: Invocation, _reason: str) -> tuple[str, Callable[..., Any]]:
     """Everything that the options say."""
-    opts = call.opts
-    rewritten, plan = rewrite(call.gm, call.ambient, opts, training=call.training)
-    if call.training and call.scaler is None and any(row.dtype is torch.float16 for row in plan.nodes):
-        _say_unscaled(call)
-    device = graph_device(call.gm, call.ambient)
-    place = level_placement(opts, device, call.ambient[device].dtype, plan, rewritten)
+    opts = invocation.opts
+    rewritten, plan = rewrite(invocation.gm, invocation.ambient, opts, training=invocation.training)
+    if (
+        invocation.training
+        and invocation.scaler is None
+        and any(row.dtype is torch.float16 for row in plan.nodes)
+    ):
+        _say_unscaled(invocation)
+    device = graph_device(invocation.gm, invocation.ambient)
+    place = level_placement(opts, device, invocation.ambient[device].dtype, plan, rewritten)
     with noting_faults(plan.faults):
-        compiled = compile_rewritten(call, rewritten, plan, place)
+        compiled = compile_rewritten(invocation, rewritten, plan, place)
     if place is not None:
-        add_choices(plan, place, call.notes)
-    if call.training:
+        add_choices(plan, place, invocation.notes)
+    if invocation.training:
         compiled = counting(compiled)
-    plan.graph, plan.graph_break = compile_id(), graph_break(call.gm)
+    plan.graph, plan.graph_break = compile_id(), graph_break(invocation.gm)
     # while Dynamo traces a region, it is in there itself
-    is_off = in_disabled_autocast() and not any(map(is_autocast_call, call.gm.graph.nodes))
+    is_off = in_disabled_autocast() and not any(map(is_autocast_call, invocation.gm.graph.nodes))
     if is_off and any(row.dtype is row.low is not None for row in plan.nodes):
         say_disabled(plan.graph)
     # the user's own autocast is around eager code, too
-    is_alone = not (is_off or any(region.by_user for region in call.ambient.values()))
+    is_alone = not (is_off or any(region.by_user for region in invocation.ambient.values()))
     if is_alone and not opts.is_slower_low(device) and any(i.dtype is torch.float32 for i in plan.inputs):
-        say_eager(plan.graph, plan.graph_break, device, call.ambient[device].dtype)
+        say_eager(plan.graph, plan.graph_break, device, invocation.ambient[device].dtype)
     listed = [row for row in plan.matmuls if row.low is torch.float16]
-    if opts.dtype is torch.float16 and listed and all(row.is_because(Kind.CASTS_COST_MORE) for row in listed):
+    if (
+        opts.dtype is torch.float16
+        and listed
+        and all(row.is_because(ReasonKind.CASTS_COST_MORE) for row in listed)
+    ):
         say_wide(plan.profile)
     if is_heard():
-        add_autocast(plan, call.gm, call.ambient, training=call.training)
+        add_autocast(plan, invocation.gm, invocation.ambient, training=invocation.training)
     # last: Inductor may ask Dynamo to trace again, and then this graph never runs
     _say(plan)
     return "as its options say", compiled
 
 
-def _plainer(call: Call) -> list[Way]:
+def _plainer(invocation: Invocation) -> list[Attempt]:
     """Without what amp_fx adds to a rewritten graph; nothing where the options ask for none of that."""
-    opts, policy = call.opts, call.opts.policy
+    opts, policy = invocation.opts, invocation.opts.policy
     if levels_of(policy.base):
         policy = replace(policy, base="autocast")
-    inductor = opts.inductor if call.training else {"cpp_wrapper": False, **opts.inductor}
+    inductor = opts.inductor if invocation.training else {"cpp_wrapper": False, **opts.inductor}
     plain = replace(opts, weights="cast", policy=policy, level=AUTO, scaler=None, inductor=inductor)
     if plain == opts:
         return []
     how = "plainly, with weights cast in each call, in 16 bits, and scaled from outside"
-    plain_call = Call(call.gm, call.example_inputs, call.ambient, plain)
+    plain_call = Invocation(invocation.gm, invocation.example_inputs, invocation.ambient, plain)
     return [lambda _, reason: (how, _as_asked(plain_call, reason)[1])]
 
 
-def _under_autocast(call: Call, reason: str) -> tuple[str, Callable[..., Any]]:
+def _under_autocast(invocation: Invocation, reason: str) -> tuple[str, Callable[..., Any]]:
     """With torch.autocast's semantics, by Inductor alone; where autocast itself fails on the graph, in fp32."""
-    graph = under_autocast(call.gm, call.ambient)
+    graph = under_autocast(invocation.gm, invocation.ambient)
     how = "with torch.autocast's semantics"
-    if graph is call.gm:
+    if graph is invocation.gm:
         how = "in fp32, since torch.autocast fails on it too"
-    plan = Plan(compile_id(), str(call.opts.policy), graph_break=graph_break(call.gm))
+    plan = Plan(compile_id(), str(invocation.opts.policy), graph_break=graph_break(invocation.gm))
     with noting_faults(plan.faults):
-        compiled = lower_as_it_is(graph, call.example_inputs, call.opts)
+        compiled = lower_as_it_is(graph, invocation.example_inputs, invocation.opts)
     plan.fallback = f"{reason}; compiled {how}"
     _say(plan)
     return how, compiled
@@ -208,12 +216,12 @@ def _say(plan: Plan) -> None:
     publish(plan)
 
 
-def _say_unscaled(call: Call) -> None:
+def _say_unscaled(invocation: Invocation) -> None:
     """An fp16 graph has no scaler: a warning, or a line in the log where the program's own autocast is the cause."""
-    scaler = call.opts.scaler
-    if scaler is None and not call.is_scaled_by_user:
+    scaler = invocation.opts.scaler
+    if scaler is None and not invocation.is_scaled_by_user:
         warn_unscaled("the options name no scaler")
-    elif scaler is not None and call.is_scaled_by_user:
+    elif scaler is not None and invocation.is_scaled_by_user:
         logger.info("scaler=%r is ignored under the program's own autocast in float16", scaler)
     elif scaler is not None:
         warn_unscaled(

@@ -71,7 +71,7 @@ KEYED_ROOMS = ("_torch", "graphs", "passes", "precision")
 class Watch(Protocol):
     """Observes what one rewritten graph computes."""
 
-    def add(self, call: Call, rewritten: fx.GraphModule, plan: Plan) -> Sequence[torch.Tensor]:
+    def add(self, invocation: Invocation, rewritten: fx.GraphModule, plan: Plan) -> Sequence[torch.Tensor]:
         """Adds inputs and results to the rewritten graph; returns example values of the inputs."""
         ...
 
@@ -81,7 +81,7 @@ class Watch(Protocol):
 
 
 @dataclass(eq=False)
-class Call:
+class Invocation:
     """The arguments of one call of the backend, and all that follows from them.
 
     Attributes:
@@ -121,53 +121,55 @@ def is_raised(opts: Options, error: Exception) -> bool:
 
 
 def compile_rewritten(
-    call: Call, rewritten: fx.GraphModule, plan: Plan, place: PlaceLevels | None
+    invocation: Invocation, rewritten: fx.GraphModule, plan: Plan, place: PlaceLevels | None
 ) -> Callable[..., Any]:
     """Compiles what the passes have made of a graph; ``place`` chooses what runs below 16 bits, if anything may."""
-    if call.watch is not None:
-        more = call.watch.add(call, rewritten, plan)
-        inputs = [*call.example_inputs, *more]
-        observed = Call(rewritten, inputs, call.ambient, call.opts, why_cast=call.why_cast, notes=call.notes)
-        return call.watch.bind(compile_rewritten(observed, rewritten, plan, place))
+    if invocation.watch is not None:
+        more = invocation.watch.add(invocation, rewritten, plan)
+        inputs = [*invocation.example_inputs, *more]
+        observed = replace(invocation, gm=rewritten, example_inputs=inputs, watch=None)
+        return invocation.watch.bind(compile_rewritten(observed, rewritten, plan, place))
     in_int8 = any(level.dtype is torch.int8 for level in _levels(rewritten))
-    if in_int8 and graph_devices(call.gm) == {"cpu"} and not multiplies_int8():
+    if in_int8 and graph_devices(invocation.gm) == {"cpu"} and not multiplies_int8():
         write_out_int8(rewritten.graph)
-    mode = _mode(call, rewritten)
-    kept = None if mode.name == "cast" else _with_weights(call, rewritten, mode)
+    mode = _mode(invocation, rewritten)
+    kept = None if mode.name == "cast" else _with_weights(invocation, rewritten, mode)
     # nothing is said where nothing is made of weights
     plan.weights = "" if kept is None and mode.name != "cast" else str(mode)
     if kept is not None:
-        return _WithPrepared(kept, call.opts)
-    if place is None and not plan.changed and not call.in_autocast:
+        return _WithPrepared(kept, invocation.opts)
+    if place is None and not plan.changed and not invocation.in_autocast:
         logger.debug("nothing to cast: the graph is compiled as Dynamo made it")
-        return lower(call.gm, call.example_inputs, call.opts, call.scaler)
-    return lower(rewritten, call.example_inputs, call.opts, call.scaler, place, call.notes)
+        return lower(invocation.gm, invocation.example_inputs, invocation.opts, invocation.scaler)
+    return lower(
+        rewritten, invocation.example_inputs, invocation.opts, invocation.scaler, place, invocation.notes
+    )
 
 
 def _levels(rewritten: fx.GraphModule) -> list[Level]:
-    """Of all that runs below 16 bits."""
+    """The levels of all calls that run below 16 bits."""
     return [node.meta[LEVEL][0] for node in rewritten.graph.nodes if node.meta.get(LEVEL)]
 
 
-def _mode(call: Call, rewritten: fx.GraphModule) -> Mode:
+def _mode(invocation: Invocation, rewritten: fx.GraphModule) -> Mode:
     """The lifetime of the graph's weights."""
-    opts, graph = call.opts, rewritten.graph
+    opts, graph = invocation.opts, rewritten.graph
     if opts.weights == "cast":
-        return Mode("cast", call.why_cast)
+        return Mode("cast", invocation.why_cast)
     kept = kept_copies(graph)
     facts = Facts(
-        on_cpu=graph_devices(call.gm) == {"cpu"},
+        on_cpu=graph_devices(invocation.gm) == {"cpu"},
         writes_to_shared=torch.__version__ < "2.13" and writes_to_shared_inputs(graph),
         in_eager_numerics=opts.numerics == "eager",
         has_fp8=any(is_narrow(node.meta["val"]) for node in (*graph.find_nodes(op="placeholder"), *kept)),
-        gains=bool(_levels(rewritten) or kept or widenings(call.gm)) or any(map(convolves, graph.nodes)),
+        gains=any((_levels(rewritten), kept, widenings(invocation.gm), *map(convolves, graph.nodes))),
         tunes_kernels=tunes_kernels(opts.inductor),
     )
     return weights_mode(opts.weights, facts, strict=opts.strict)
 
 
-def _with_weights(call: Call, rewritten: fx.GraphModule, mode: Mode) -> WeightsGraph | None:
-    """Compiles a graph that is called with what is made of its weights; None for one that needs none of that."""
+def _with_weights(invocation: Invocation, rewritten: fx.GraphModule, mode: Mode) -> WeightsGraph | None:
+    """Compiles a graph to be called with values made of its weights; None for a graph that needs no such values."""
     changes: dict[str, Any] = {}
     if mode.name == "code":
         # a constant that is part of the code could not change
@@ -175,8 +177,8 @@ def _with_weights(call: Call, rewritten: fx.GraphModule, mode: Mode) -> WeightsG
     elif mode.name == "packed":
         # what is packed has no strides
         changes = {"size_asserts": False}
-    own = replace(call.opts, inductor={**call.opts.inductor, **changes})
-    return with_weights(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, own), mode)
+    own = replace(invocation.opts, inductor={**invocation.opts.inductor, **changes})
+    return with_weights(rewritten, invocation.example_inputs, lambda g, inputs: lower(g, inputs, own), mode)
 
 
 class _WithPrepared:

@@ -1,4 +1,4 @@
-"""Levels below 16 bits: which pass runs what a plan has in them, or chooses where gradients are, and what it chose."""
+"""Passes for levels below 16 bits: they run the levels of a plan, or choose levels where gradients are."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device
 from amp_fx.passes import (
     OUTLINE,
-    Given,
     MarkMatmuls,
     Note,
     Notes,
     PassContext,
+    PassSelection,
     PlaceBySensitivity,
     Replay,
     captured_passes,
@@ -65,8 +65,8 @@ def rewrite(
         captured = capture(gm, ambient)
         log_artifact("amp_fx_captured", lambda: captured.print_readable(print_output=False))
         device = graph_device(gm, ambient)
-        given = Given(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
-        folded = weight_inputs(captured) if given.caches_weights else frozenset[str]()
+        selection = PassSelection(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
+        folded = weight_inputs(captured) if selection.caches_weights else frozenset[str]()
         if not training:
             # what widens weights that are stored low gets no row in a plan: it is that of the weights in fp32
             for cast in widenings(captured):
@@ -77,13 +77,13 @@ def rewrite(
             opts.policy, opts.numerics, profile, training, folded=folded, disabled=opts.disable_passes
         )
         if opts.plan is not None:
-            plan = replay(captured, opts, device, given, context)
+            plan = replay(captured, opts, device, selection, context)
         else:
-            given, means = _levels_given(given, opts, context, device, ambient[device].dtype)
+            selection, means = _levels_given(selection, opts, context, device, ambient[device].dtype)
             if opts.sensitivity is None:
-                plan = run_passes(captured, captured_passes(given), context)
+                plan = run_passes(captured, captured_passes(selection), context)
             else:
-                plan = _place_by_sensitivity(captured, opts.sensitivity, placement, given, context)
+                plan = _place_by_sensitivity(captured, opts.sensitivity, placement, selection, context)
             plan.meaning = means
     plan.training, plan.profile = training, "" if profile is None else profile.name
     log_artifact("amp_fx_plan", plan.to_json)
@@ -92,21 +92,21 @@ def rewrite(
 
 
 def _levels_given(
-    given: Given, opts: Options, context: PassContext, device: str, low: torch.dtype
-) -> tuple[Given, str]:
+    selection: PassSelection, opts: Options, context: PassContext, device: str, low: torch.dtype
+) -> tuple[PassSelection, str]:
     """With the pass of a policy below 16 bits; and what that means here.
 
     Without gradients the pass chooses what runs below. In training it marks what may: the joint graph decides.
     """
-    base, keeps = opts.policy.base, given.caches_weights
+    base, keeps = opts.policy.base, selection.caches_weights
     if not levels_of(base, training=context.training):
-        return given, ""
+        return selection, ""
     if context.training:
-        return replace(given, mark=MarkMatmuls(planned=False)), ""
+        return replace(selection, mark=MarkMatmuls(planned=False)), ""
     levels, means = policy_levels(opts, context.profile, device, low, training=False, keeps_weights=keeps)
     if levels is not None and opts.sensitivity is not None:
-        return given, as_autocast("with sensitivity only a plan places matmuls in it", base).text
-    return replace(given, levels=levels), means
+        return selection, as_autocast("with sensitivity only a plan places matmuls in it", base).text
+    return replace(selection, levels=levels), means
 
 
 def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], *, training: bool) -> None:
@@ -119,7 +119,9 @@ def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], 
     plan.autocast_dtypes = theirs.module_dtypes
 
 
-def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, context: PassContext) -> Plan:
+def replay(
+    captured: fx.GraphModule, opts: Options, device: str, selection: PassSelection, context: PassContext
+) -> Plan:
     """Runs the passes with the decisions of that plan in the options that was made for this graph, or PlanError."""
     outline = outline_of(captured, context)
     chosen = choose_plan(opts.plan or (), outline)
@@ -131,12 +133,12 @@ def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, c
     }
     mark = levels = None
     if not context.training:
-        keeps = {"keeps_weights": given.caches_weights, "stored": given.store is not None}
+        keeps = {"keeps_weights": selection.caches_weights, "stored": selection.store is not None}
         levels = planned_levels(opts, device, rows, training=False, **keeps)
     elif (planned := follows and chosen.decides_levels) or levels_of(context.policy.base, training=True):
         mark = MarkMatmuls(planned)
-    given = replace(given, place=Replay(rows, given.store is not None), levels=levels, mark=mark)
-    plan = run_passes(captured, captured_passes(given), context)
+    selection = replace(selection, place=Replay(rows, selection.store is not None), levels=levels, mark=mark)
+    plan = run_passes(captured, captured_passes(selection), context)
     plan.policy, plan.unused_rules, plan.meaning = chosen.policy, chosen.unused_rules, chosen.meaning
     return plan
 
@@ -145,7 +147,7 @@ def _place_by_sensitivity(
     captured: fx.GraphModule,
     sensitivity: Sensitivity,
     placement: Placement | None,
-    given: Given,
+    selection: PassSelection,
     context: PassContext,
 ) -> Plan:
     """Runs the passes with what was measured of this graph."""
@@ -157,7 +159,7 @@ def _place_by_sensitivity(
             raise
         # calibration is about gradients: what is only evaluated need not have been seen
         logger.info("graph %s was not calibrated: placed by the policy's base list", compile_id())
-        return run_passes(captured, captured_passes(given), context)
+        return run_passes(captured, captured_passes(selection), context)
     budget = context.policy.budget
     # beyond autocast's error, the budget is for what runs below 16 bits
     below = levels_of(context.policy.base, training=True)
@@ -165,7 +167,7 @@ def _place_by_sensitivity(
     rows = {call.name: call for call in calls}
     step = PlaceBySensitivity(rows, first, placement=placement)
     notes: Notes = {}
-    plan = run_passes(captured, captured_passes(replace(given, place=step)), context, notes)
+    plan = run_passes(captured, captured_passes(replace(selection, place=step)), context, notes)
     if below:
         captured.meta[BUDGET] = _left_below(notes.get(Note.SENSITIVITY, []), rows, budget)
     return plan

@@ -35,10 +35,10 @@ from amp_fx.graphs.values import graph_device, listed_devices, tensors
 from amp_fx.instruments.batches import compiling, inputs_of, raised
 from amp_fx.passes import (
     FuseCasts,
-    Given,
     KeepWeights,
     MarkStored,
     PassContext,
+    PassSelection,
     captured_passes,
     run_in_order,
     run_passes,
@@ -206,14 +206,14 @@ def _convert(
     context = PassContext(
         opts.policy, opts.numerics, profile, folded=names, weight_bits=bits, disabled=opts.disable_passes
     )
-    given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), store=store), ""
+    selection, means = PassSelection(keep=KeepWeights(tuple(w.name for w in kept)), store=store), ""
     if opts.plan is not None:
-        plan = replay(gm, opts, device, given, context)
+        plan = replay(gm, opts, device, selection, context)
     else:
         if levels_of(opts.policy.base):
             levels, means = policy_levels(opts, profile, device, low, training=False)
-            given = replace(given, levels=levels)
-        plan = run_passes(gm, captured_passes(given), context)
+            selection = replace(selection, levels=levels)
+        plan = run_passes(gm, captured_passes(selection), context)
         plan.meaning = means
     folds = devices == {"cpu"} and opts.numerics != "eager"
     stored = lift_weights(gm, groups, own["weights_beyond_range"], folds=folds)

@@ -305,7 +305,7 @@ def new_program(
 def _input_specs(
     gm: fx.GraphModule, signature: ExportGraphSignature, more: Collection[str]
 ) -> list[InputSpec]:
-    """Those of the program, of the factors of its weights below 16 bits, and of what it holds beside."""
+    """Specs of the program's inputs, of its weights' factors below 16 bits, and of its constants."""
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     found = []
     for node in gm.graph.find_nodes(op="placeholder"):

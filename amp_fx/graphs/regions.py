@@ -56,7 +56,7 @@ def is_autocast_call(node: fx.Node) -> bool:
 
 
 def of_user(regions: Regions) -> Regions:
-    """Of a state what the user's own autocast has switched on."""
+    """The regions of a state that the user's own autocast has switched on."""
     return {device: region for device, region in regions.items() if region.by_user and region.enabled}
 
 

@@ -56,7 +56,7 @@ def numel(value: torch.Tensor) -> int:
 
 
 def dtypes_and_sizes(node: fx.Node) -> list[tuple[torch.dtype, list[int]]]:
-    """Of each tensor in a node's value. Symbolic sizes are those of the trace, which sets no guard."""
+    """Dtype and sizes of each tensor in a node's value. Symbolic sizes are the trace's numbers; no guard is set."""
     return [(value.dtype, [*map(size_hint, value.shape)]) for value in tensors(node.meta.get("val"))]
 
 
@@ -84,7 +84,7 @@ def graph_devices(gm: fx.GraphModule) -> frozenset[str]:
 
 
 def listed_devices(gm: fx.GraphModule) -> frozenset[str]:
-    """Those of :func:`graph_devices` that have op lists."""
+    """The devices of a graph that have op lists."""
     return graph_devices(gm).intersection(DEVICES)
 
 

@@ -70,7 +70,7 @@ class Step:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that require a gradient, by name."""
+        """The parameters that require a gradient, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @contextlib.contextmanager
@@ -128,7 +128,7 @@ class Step:
             return self.judged(returned, scale)
 
     def exact(self) -> Results | None:
-        """The same of a copy of the model in fp64; None where it draws random numbers, which are others in fp64."""
+        """Results of a copy of the model in fp64; None where the model draws random numbers, which differ in fp64."""
         call = tree_map(
             lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, self.call
         )

@@ -134,8 +134,8 @@ class Verify(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         checked = 0
         for node in gm.graph.nodes:
-            plan, ran = label_of(node), node.meta.pop(RAN_META, None)
-            if plan is None or not isinstance(node.target, OpOverload):
+            label, ran = label_of(node), node.meta.pop(RAN_META, None)
+            if label is None or not isinstance(node.target, OpOverload):
                 continue
             traced = node.meta.pop(TRACED_META, None)
             now = fake_values(node)
@@ -145,14 +145,14 @@ class Verify(Pass):
                 claimed = [value.dtype for value in tensors(node.meta.get("val"))]
                 if got != claimed:
                     raise VerifyError(f"{node.name} gives {got}, its metadata says {claimed} [{where(node)}]")
-            if traced is not None and not _is_as_traced(node, plan, traced):  # case 2
+            if traced is not None and not _is_as_traced(node, label, traced):  # case 2
                 raise VerifyError(
                     f"{node.name} gives {dtypes_and_sizes(node)}, traced {traced} [{where(node)}]"
                 )
             # without gradients, what multiplies below 16 bits takes what its level says
-            is_below = plan.computed is not plan.dtype and not context.training
-            if plan.op_class in (OpClass.LOW, OpClass.FP32) and not is_below:  # case 3
-                _check_planned(node, plan)
+            is_below = label.computed is not label.dtype and not context.training
+            if label.op_class in (OpClass.LOW, OpClass.FP32) and not is_below:  # case 3
+                _check_planned(node, label)
             checked += 1
         results = gm.graph.output_node().meta[TRACED_META]
         for node, traced in zip(output_nodes(gm), results, strict=True):  # case 4
@@ -164,27 +164,27 @@ class Verify(Pass):
 
 def _is_retyped(source: fx.Node) -> bool:
     """True where the value may have another dtype than in the program as traced."""
-    plan, value = label_of(source), source.meta.get("val")
-    if plan is None:
+    label, value = label_of(source), source.meta.get("val")
+    if label is None:
         return CAST_META in source.meta or STEP_META in source.meta
-    return is_eligible(value) and value.dtype is not plan.traced
+    return is_eligible(value) and value.dtype is not label.traced
 
 
-def _is_as_traced(node: fx.Node, plan: Label, traced: list[tuple[torch.dtype, list[int]]]) -> bool:
+def _is_as_traced(node: fx.Node, label: Label, traced: list[tuple[torch.dtype, list[int]]]) -> bool:
     """True where each result has the traced size, and the traced dtype or, if the call is placed, another of ours."""
-    got, places = dtypes_and_sizes(node), () if plan.op_class is OpClass.KEEP else PLACED_DTYPES
+    got, places = dtypes_and_sizes(node), () if label.op_class is OpClass.KEEP else PLACED_DTYPES
     return len(got) == len(traced) and all(
         size == before and (dtype is was or (dtype in places and was in places))
         for (dtype, size), (was, before) in zip(got, traced, strict=True)
     )
 
 
-def _check_planned(node: fx.Node, plan: Label) -> None:
-    planned = f"{node.name} ({plan.op}) is planned as {plan.dtype}"
+def _check_planned(node: fx.Node, label: Label) -> None:
+    planned = f"{node.name} ({label.op}) is planned as {label.dtype}"
     first = next((value.dtype for value in tensors(node.meta["val"]) if is_eligible(value)), None)
-    if first is not None and first is not plan.dtype:
+    if first is not None and first is not label.dtype:
         raise VerifyError(f"{planned} but gives {first} [{where(node)}]")
-    for _, source in retyped_arguments(node, plan) if plan.takes == Takes.DTYPE else ():
+    for _, source in retyped_arguments(node, label) if label.takes == Takes.DTYPE else ():
         dtype = source.meta["val"].dtype
-        if dtype is not plan.dtype:
+        if dtype is not label.dtype:
             raise VerifyError(f"{planned} but takes {source.name} in {dtype} [{where(node)}]")

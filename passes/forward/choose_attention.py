@@ -11,11 +11,11 @@ import torch.fx as fx
 from amp_fx.graphs.calls import argument_value
 from amp_fx.passes.base import Note, Pass, PassContext, PassResult
 from amp_fx.precision.placement.attention import PAYS, Attention, operands, refusal, single_query
-from amp_fx.precision.plans.label import Kind, Reason, label_of
+from amp_fx.precision.plans.label import Reason, ReasonKind, label_of
 from amp_fx.precision.policy.rules import Rule
 
 #: implementation -> the kind of its reason
-_KINDS = {"flash": Kind.FLASH, "products": Kind.PRODUCTS, "products_low": Kind.LOW_PRODUCTS}
+_KINDS = {"flash": ReasonKind.FLASH, "products": ReasonKind.PRODUCTS, "products_low": ReasonKind.LOW_PRODUCTS}
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> tuple[str,
     if kind := refusal(node, training=context.training):
         return "flash", Reason(kind)
     if context.numerics == "eager":
-        return "flash", Reason(Kind.AS_EAGER)
+        return "flash", Reason(ReasonKind.AS_EAGER)
     if rule is not None and rule.implementation is not None:
         how = products if rule.implementation == "products" else "flash"
-        return how, Reason.of(Kind.RULE, rule=str(rule))
+        return how, Reason.of(ReasonKind.RULE, rule=str(rule))
     if context.profile is None:
-        return "flash", Reason(Kind.NO_RATES)
+        return "flash", Reason(ReasonKind.NO_RATES)
     query, key, _ = operands(node)
     *outer, queries, width = query.shape
     if queries == 1:
@@ -87,6 +87,6 @@ def choice(node: fx.Node, rule: Rule | None, context: PassContext) -> tuple[str,
         share = flash and sizes.products(context.profile) / flash
         scores = f"{heads} x {queries} x {keys} scores"
     if share is None:
-        return "flash", Reason(Kind.NO_FLASH_TIMES)
-    why = Reason.of(Kind.PRODUCTS_TAKE, share=share, scores=scores)
+        return "flash", Reason(ReasonKind.NO_FLASH_TIMES)
+    why = Reason.of(ReasonKind.PRODUCTS_TAKE, share=share, scores=scores)
     return products if share < PAYS else "flash", why

@@ -34,7 +34,7 @@ from amp_fx.graphs.values import (
     tensors,
 )
 from amp_fx.passes.base import Note, Pass, PassContext, PassResult
-from amp_fx.precision.plans.label import Kind, Label, Reason, Takes
+from amp_fx.precision.plans.label import Label, Reason, ReasonKind, Takes
 from amp_fx.precision.policy import OpClass, OpGroup, Origin
 from amp_fx.precision.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 from amp_fx.precision.policy.rules import PRECISIONS, Rule
@@ -112,9 +112,9 @@ class Classify(Pass):
         for node in gm.graph.nodes:
             if node.op not in ("call_function", "call_method") or STEP_META in node.meta:
                 continue
-            plan = _label(node, context, matched)
-            node.meta[LABEL], node.meta[TRACED_META] = plan, dtypes_and_sizes(node)
-            counts[plan.op_class.value] += 1
+            label = _label(node, context, matched)
+            node.meta[LABEL], node.meta[TRACED_META] = label, dtypes_and_sizes(node)
+            counts[label.op_class.value] += 1
         summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         return PassResult(summary or "no calls", counts.total(), {Note.MATCHED: matched})
 
@@ -127,7 +127,7 @@ def _label(node: fx.Node, context: PassContext, matched: set[Rule]) -> Label:
     device = call_device(inputs + outputs, regions)
     region = None if device is None else regions[device]
     op = op_name(node.target) if isinstance(node.target, OpOverload) else target_name(node)
-    plan = Label(
+    label = Label(
         name=f"{context.path}{node.name}",
         op=op,
         module_path=module_path(node),
@@ -137,75 +137,77 @@ def _label(node: fx.Node, context: PassContext, matched: set[Rule]) -> Label:
         low=region.dtype if region else None,
     )
 
-    def keep(kind: Kind, takes: str = Takes.TRACED) -> Label:
-        plan.reasons, plan.takes, plan.dtype = (Reason(kind),), takes, plan.traced
-        return plan
+    def keep(kind: ReasonKind, takes: str = Takes.TRACED) -> Label:
+        label.reasons, label.takes, label.dtype = (Reason(kind),), takes, label.traced
+        return label
 
     if getattr(node.target, "__name__", "") == "getitem":
-        plan.op_class = OpClass.FOLLOW if outputs else OpClass.KEEP
-        plan.takes, plan.reasons = Takes.ANY, (Reason(Kind.ELEMENT),)
-        return plan
+        label.op_class = OpClass.FOLLOW if outputs else OpClass.KEEP
+        label.takes, label.reasons = Takes.ANY, (Reason(ReasonKind.ELEMENT),)
+        return label
     if (is_layout(node) or is_data(node)) and inputs:
-        kind = Kind.LAYOUT if is_layout(node) else Kind.SHARED_STORAGE
-        plan.op_class, plan.takes, plan.reasons = OpClass.FOLLOW, Takes.DTYPE, (Reason(kind),)
-        return plan
+        kind = ReasonKind.LAYOUT if is_layout(node) else ReasonKind.SHARED_STORAGE
+        label.op_class, label.takes, label.reasons = OpClass.FOLLOW, Takes.DTYPE, (Reason(kind),)
+        return label
     if not isinstance(node.target, OpOverload):  # case 1
-        return keep(Kind.NOT_ATEN)
+        return keep(ReasonKind.NOT_ATEN)
     if device is None or region is None:
-        return keep(Kind.NOT_FLOATING)
+        return keep(ReasonKind.NOT_FLOATING)
     given = [value for source in node.all_input_nodes for value in tensors(source.meta.get("val"))]
     # of a dtype that amp_fx places, but of a type or layout that it does not
     if any(value.dtype in (torch.float32, *LOW_DTYPES) and not is_eligible(value) for value in given):
-        return keep(Kind.SUBCLASS)
+        return keep(ReasonKind.SUBCLASS)
     if is_cast(node):  # case 2
-        return keep(Kind.CAST, Takes.ANY)
+        return keep(ReasonKind.CAST, Takes.ANY)
     converts = has_trait(node, Trait.CONVERTS) and argument_value(node, "dtype") is not None
     if converts or (not inputs and outputs):
-        return keep(Kind.NAMES_DTYPE, Takes.ANY)
+        return keep(ReasonKind.NAMES_DTYPE, Takes.ANY)
     if has_trait(node, Trait.READS_BITS, Trait.WANTS_DTYPE):
-        return keep(Kind.DEPENDS_ON_DTYPE)
+        return keep(ReasonKind.DEPENDS_ON_DTYPE)
     if has_trait(node, Trait.OWN_DTYPES):
-        return keep(Kind.OWN_DTYPES)
+        return keep(ReasonKind.OWN_DTYPES)
     if not region.enabled:  # case 3
-        return keep(Kind.REGION)
+        return keep(ReasonKind.REGION)
     if not region.by_user and inputs and all(value.dtype is not torch.float32 for value in inputs):  # case 4
-        return keep(Kind.LOW_ALREADY)
+        return keep(ReasonKind.LOW_ALREADY)
     if in_place_target(node) is not None:  # case 5
-        return _label_write(plan, node, node.target)
-    rules = context.policy.matching(plan.op, plan.module_path)
+        return _label_write(label, node, node.target)
+    rules = context.policy.matching(label.op, label.module_path)
     matched.update(rules)
     row = lookup(node.target, device)
     makes_complex = inputs and any(value.is_complex() for value in tensors(node.meta.get("val")))
     if makes_complex and (row is None or row.op_class is not OpClass.FP32):  # case 6
-        return keep(Kind.COMPLEX)
+        return keep(ReasonKind.COMPLEX)
     if rules and not makes_complex:  # case 7
         rule = rules[-1]
-        plan.op_class, plan.takes = PRECISIONS[rule.precision], Takes.DTYPE
-        plan.reasons = (Reason.of(Kind.RULE, rule=str(rule)),)
-        plan.own_dtype_slots = row.own_dtype_slots if row is not None else ()
+        label.op_class, label.takes = PRECISIONS[rule.precision], Takes.DTYPE
+        label.reasons = (Reason.of(ReasonKind.RULE, rule=str(rule)),)
+        label.own_dtype_slots = row.own_dtype_slots if row is not None else ()
         if rule.result is None:
-            return plan
+            return label
         if may_return_wide(node):
-            plan.pinned = plan.result_dtype = torch.float32
-            plan.reasons += (Reason.of(Kind.WIDE_RESULT, low=plan.low),)
+            label.pinned = label.result_dtype = torch.float32
+            label.reasons += (Reason.of(ReasonKind.WIDE_RESULT, low=label.low),)
         else:
-            plan.op_class = OpClass.FP32
-            plan.reasons += (Reason.of(Kind.NO_WIDE_RESULT, device=device, op=plan.op, low=plan.low),)
-        return plan
-    return _from_lists(plan, node, row, context, device)  # case 8
+            label.op_class = OpClass.FP32
+            label.reasons += (
+                Reason.of(ReasonKind.NO_WIDE_RESULT, device=device, op=label.op, low=label.low),
+            )
+        return label
+    return _from_lists(label, node, row, context, device)  # case 8
 
 
-def _label_write(plan: Label, node: fx.Node, op: OpOverload) -> Label:
+def _label_write(label: Label, node: fx.Node, op: OpOverload) -> Label:
     """In-place ops are on no list: autocast leaves them in the dtype of what they write to."""
     value, row = node.meta.get("val"), None
     out_of_place = functional(op)
     if out_of_place is not None and isinstance(value, torch.Tensor):
         row = lookup(out_of_place, value.device.type)
-    plan.op_class = OpClass.PROMOTE
-    plan.takes = Takes.MIXED if row is not None and row.mixes else Takes.SELF
-    plan.reasons = (Reason(Kind.WRITES),)
+    label.op_class = OpClass.PROMOTE
+    label.takes = Takes.MIXED if row is not None and row.mixes else Takes.SELF
+    label.reasons = (Reason(ReasonKind.WRITES),)
     node.meta[TIED] = True
-    return plan
+    return label
 
 
 def may_return_wide(node: fx.Node) -> bool:
@@ -219,20 +221,20 @@ def may_return_wide(node: fx.Node) -> bool:
     )
 
 
-def _from_lists(plan: Label, node: fx.Node, row: OpGroup | None, context: PassContext, device: str) -> Label:
+def _from_lists(label: Label, node: fx.Node, row: OpGroup | None, context: PassContext, device: str) -> Label:
     if row is None or any(argument_value(node, name) is not None for name in row.unless_given):
-        plan.reasons, plan.dtype = (Reason(Kind.UNLISTED),), plan.traced
-        return plan
-    plan.op_class, plan.own_dtype_slots = row.op_class, row.own_dtype_slots
-    plan.reasons = (Reason.of(Kind.LISTED, why=row.reason),)
-    plan.takes = Takes.MIXED if row.mixes else Takes.DTYPE
+        label.reasons, label.dtype = (Reason(ReasonKind.UNLISTED),), label.traced
+        return label
+    label.op_class, label.own_dtype_slots = row.op_class, row.own_dtype_slots
+    label.reasons = (Reason.of(ReasonKind.LISTED, why=row.reason),)
+    label.takes = Takes.MIXED if row.mixes else Takes.DTYPE
     # torch.inner of two vectors is dot, which no list names; einsum("bi,bj->bij") is a multiplication
     may_be_none = has_trait(node, Trait.SOMETIMES_MATMUL) and row.origin is Origin.COMPOSITE
-    if may_be_none and dtype_under_autocast(node, device, plan.low) is not plan.low:
-        plan.op_class, plan.reasons = OpClass.PROMOTE, (Reason(Kind.NO_MATMUL),)
-    if context.policy.base == "fast" and plan.op in FAST_MAY_ROUND:
+    if may_be_none and dtype_under_autocast(node, device, label.low) is not label.low:
+        label.op_class, label.reasons = OpClass.PROMOTE, (Reason(ReasonKind.NO_MATMUL),)
+    if context.policy.base == "fast" and label.op in FAST_MAY_ROUND:
         node.meta[MAY_ROUND] = True
-        if plan.op in FAST_LOW_IO and plan.op_class is OpClass.FP32:
-            plan.op_class, plan.own_dtype_slots = OpClass.PROMOTE, ("weight", "bias")
-            plan.reasons += (Reason(Kind.LOW_IO),)
-    return plan
+        if label.op in FAST_LOW_IO and label.op_class is OpClass.FP32:
+            label.op_class, label.own_dtype_slots = OpClass.PROMOTE, ("weight", "bias")
+            label.reasons += (Reason(ReasonKind.LOW_IO),)
+    return label

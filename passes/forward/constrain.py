@@ -14,7 +14,7 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, storage_of, written_arguments, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.hazards import HAZARDS, constants
-from amp_fx.precision.plans.label import Kind, Reason, Takes, label_of
+from amp_fx.precision.plans.label import Reason, ReasonKind, Takes, label_of
 from amp_fx.precision.policy import OpClass
 
 
@@ -51,8 +51,8 @@ class Constrain(Pass):
 
 
 def _to_fp32(node: fx.Node, why: Reason) -> int:
-    plan = node.meta[LABEL]
-    if plan.op_class is OpClass.FP32:
+    label = node.meta[LABEL]
+    if label.op_class is OpClass.FP32:
         return 0
     if node.meta.get(TIED):
         # a write runs in the dtype of what it writes to: the storage has to be fp32
@@ -62,8 +62,8 @@ def _to_fp32(node: fx.Node, why: Reason) -> int:
             if root is not None:
                 root.pinned, root.reasons = torch.float32, (why,)
     else:
-        plan.op_class, plan.takes, plan.hazard = OpClass.FP32, Takes.DTYPE, True
-    plan.reasons = (why,)
+        label.op_class, label.takes, label.hazard = OpClass.FP32, Takes.DTYPE, True
+    label.reasons = (why,)
     return 1
 
 
@@ -75,18 +75,18 @@ def _forbid_rounding(graph: fx.Graph) -> None:
     huge: set[fx.Node] = set()
     feeds_low: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        plan = label_of(node)
-        if (plan is not None and plan.op_class is OpClass.LOW) or node in feeds_low:
+        label = label_of(node)
+        if (label is not None and label.op_class is OpClass.LOW) or node in feeds_low:
             feeds_low.update(node.all_input_nodes)
     for node in graph.nodes:
-        plan = label_of(node)
-        if plan is None:
+        label = label_of(node)
+        if label is None:
             continue
         beyond = any(
-            math.isfinite(c) and abs(c) > torch.finfo(plan.low or torch.float16).max for c in constants(node)
+            math.isfinite(c) and abs(c) > torch.finfo(label.low or torch.float16).max for c in constants(node)
         )
         if beyond or (
-            plan.op_class is not OpClass.LOW and any(source in huge for source in node.all_input_nodes)
+            label.op_class is not OpClass.LOW and any(source in huge for source in node.all_input_nodes)
         ):
             huge.add(node)
         if node in huge or node not in feeds_low:
@@ -100,8 +100,8 @@ def _pin_differentiated(graph: fx.Graph) -> None:
     call, the call would raise.
     """
     for node in differentiated(graph):
-        if (plan := label_of(node)) is not None:
-            plan.pinned = plan.traced
+        if (label := label_of(node)) is not None:
+            label.pinned = label.traced
 
 
 def _tie_storages(gm: fx.GraphModule) -> int:
@@ -113,7 +113,7 @@ def _tie_storages(gm: fx.GraphModule) -> int:
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     written = {storage_of(source) for call in calls for _, source in written_arguments(call)}
     # what is not ours writes to the value itself, in the traced dtype
-    others = [node for node in gm.graph.nodes if (plan := label_of(node)) and plan.op_class is OpClass.KEEP]
+    others = [node for node in gm.graph.nodes if (label := label_of(node)) and label.op_class is OpClass.KEEP]
     kept = frozenset[int]().union(*map(written_storages, others))
     outputs = set(gm.graph.output_node().all_input_nodes)
     tied = 0
@@ -130,19 +130,19 @@ def _tie_storages(gm: fx.GraphModule) -> int:
 def _tie(nodes: list[fx.Node], pin: bool) -> None:
     root, views = nodes[0], nodes[1:]
     for node in views:
-        plan = label_of(node)
-        if plan is None:
+        label = label_of(node)
+        if label is None:
             continue
         node.meta[TIED] = True
         writes = bool(written_arguments(node))
-        if plan.op_class is OpClass.KEEP:
+        if label.op_class is OpClass.KEEP:
             pin = True
         elif not writes:
-            plan.op_class, plan.takes = OpClass.FOLLOW, Takes.ANY
-            plan.reasons = (Reason(Kind.SHARED_STORAGE),)
-    plan = label_of(root)
-    if plan is None or not is_eligible(root.meta.get("val")):
+            label.op_class, label.takes = OpClass.FOLLOW, Takes.ANY
+            label.reasons = (Reason(ReasonKind.SHARED_STORAGE),)
+    label = label_of(root)
+    if label is None or not is_eligible(root.meta.get("val")):
         return
     root.meta[TIED] = True
-    if pin and plan.pinned is None:
-        plan.pinned = plan.traced
+    if pin and label.pinned is None:
+        label.pinned = label.traced

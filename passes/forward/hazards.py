@@ -19,7 +19,7 @@ from amp_fx.graphs.calls import argument_value, arguments, behind, functional, r
 from amp_fx.graphs.keys import TIED
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, numel, sources_in, tensors, written_arguments
-from amp_fx.precision.plans.label import Kind, Label, Reason, label_of
+from amp_fx.precision.plans.label import Label, Reason, ReasonKind, label_of
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.table import lookup
 
@@ -43,23 +43,23 @@ def scalar_range(graph: fx.Graph) -> Hazards:
             if math.isfinite(constant) and abs(constant) > torch.finfo(low).max
         )
         for constant, low in itertools.islice(beyond, 1):
-            yield node, Reason.of(Kind.SCALAR_RANGE, constant=constant, low=low)
+            yield node, Reason.of(ReasonKind.SCALAR_RANGE, constant=constant, low=low)
 
 
 def written_range(graph: fx.Graph) -> Hazards:
-    """The same constant in a tensor that is written in place.
+    """A constant beyond the low dtype's range in a tensor that is written in place.
 
     ``scores += mask * -1e6`` and ``y.copy_(torch.full_like(y, 1e6))`` are infinite where a product has left a storage
     in fp16.
     """
     lows = _possible_lows(graph)
     held = _held_constants(graph)
-    for node, plan in _ours(graph):
-        if plan.traced is not torch.float32:
+    for node, label in _ours(graph):
+        if label.traced is not torch.float32:
             continue
         for constant, low in itertools.product(_written_constants(node, held), lows[node]):
             if abs(constant) > torch.finfo(low).max:
-                yield node, Reason.of(Kind.SCALAR_RANGE, constant=constant, low=low)
+                yield node, Reason.of(ReasonKind.SCALAR_RANGE, constant=constant, low=low)
                 break
 
 
@@ -81,7 +81,7 @@ def tiny_eps(graph: fx.Graph) -> Hazards:
         if eps is not None and any(
             has_trait(user, Trait.DIVIDES) for user in readers(node, _passes_on, reads)
         ):
-            yield node, Reason.of(Kind.TINY_EPS, eps=eps, low=low)
+            yield node, Reason.of(ReasonKind.TINY_EPS, eps=eps, low=low)
 
 
 def exp_sum(graph: fx.Graph) -> Hazards:
@@ -95,7 +95,7 @@ def exp_sum(graph: fx.Graph) -> Hazards:
             continue
         if sums := [user for user in readers(node, _masks, reads) if has_trait(user, Trait.SUMS)]:
             for reached in (node, *sums):
-                yield reached, Reason(Kind.EXP_SUM)
+                yield reached, Reason(ReasonKind.EXP_SUM)
 
 
 class _Numbers(enum.IntEnum):
@@ -118,8 +118,8 @@ def positions(graph: fx.Graph) -> Hazards:
     for node, inputs in sources_in(graph).items():
         held = {source: max(numbers[each] for each in behind) for source, behind in inputs.items()}
         numbers[node] = _numbers(node, held)
-        plan = label_of(node)
-        if plan is None or plan.op_class is not OpClass.LOW:
+        label = label_of(node)
+        if label is None or label.op_class is not OpClass.LOW:
             continue
         # what is added to a product is no factor
         addends = ("bias", "attn_mask", op_row(node).addend)
@@ -127,7 +127,7 @@ def positions(graph: fx.Graph) -> Hazards:
         if _Numbers.POSITIONS in factors or (
             _Numbers.INTEGERS in factors and any(map(_is_periodic, readers(node, _computes_on, reads)))
         ):
-            yield node, Reason(Kind.POSITIONS)
+            yield node, Reason(ReasonKind.POSITIONS)
 
 
 def _numbers(node: fx.Node, held: Mapping[fx.Node, _Numbers]) -> _Numbers:
@@ -137,8 +137,8 @@ def _numbers(node: fx.Node, held: Mapping[fx.Node, _Numbers]) -> _Numbers:
     unknown = _Numbers.VALUES if value.is_floating_point() or value.is_complex() else _Numbers.INTEGERS
     if node.op != "call_function":
         return unknown
-    computes, plan = has_trait(node, Trait.POSITIONS), label_of(node)
-    if plan is not None and plan.op_class is OpClass.LOW:
+    computes, label = has_trait(node, Trait.POSITIONS), label_of(node)
+    if label is not None and label.op_class is OpClass.LOW:
         return unknown
     if has_trait(node, Trait.COUNTS):
         return max([_Numbers.POSITIONS, *held.values()])
@@ -163,18 +163,18 @@ def no_kernel(graph: fx.Graph) -> Hazards:
     columns runs in fp32, and raises "strides should be multiple of 16 bytes" in bf16; its gradient reads rows as long
     as the result's.
     """
-    for node, plan in _ours(graph):
-        if plan.low is not None and (why := _refusal(node, plan, plan.low)):
-            yield node, Reason.of(Kind.NO_KERNEL, low=plan.low, why=why)
+    for node, label in _ours(graph):
+        if label.low is not None and (why := _refusal(node, label, label.low)):
+            yield node, Reason.of(ReasonKind.NO_KERNEL, low=label.low, why=why)
 
 
-def _refusal(node: fx.Node, plan: Label, low: torch.dtype) -> str:
+def _refusal(node: fx.Node, label: Label, low: torch.dtype) -> str:
     """Why the kernel of a call refuses the low dtype; empty where the kernel takes it."""
     name, results = _base(node), tensors(node.meta.get("val"))
     if name in ("lstm", "mkldnn_rnn_layer"):
         on_cpu = any(value.device.type == "cpu" for value in results)
         return "oneDNN has no LSTM for this CPU" if on_cpu and not onednn_computes(low) else ""
-    if name == "_grouped_mm" and plan.op_class is OpClass.LOW:
+    if name == "_grouped_mm" and label.op_class is OpClass.LOW:
         factors = [value for n in node.all_input_nodes if is_eligible(value := n.meta["val"])]
         fits = kernel_rows(*factors, *results, itemsize=low.itemsize)
         return "" if fits else "its rows are not whole 16 bytes"
@@ -195,13 +195,16 @@ def adds_low(graph: fx.Graph) -> Hazards:
 
     ``(x @ w).histc()`` in bf16 stops at 256, where adding 1 changes nothing.
     """
-    for node, plan in _ours(graph):
+    for node, label in _ours(graph):
         picks = argument_value(node, "reduce") in ("amax", "amin", "max", "min")
         adds = has_trait(node, Trait.ADDS_LOW) and not picks
         adds |= has_trait(node, Trait.MAY_ADD_LOW) and argument_value(node, "accumulate") is True
         # of what the program has in a low dtype, the storage stays
-        if adds and plan.low is not None and (plan.traced is torch.float32 or TIED not in node.meta):
-            yield node, Reason.of(Kind.ADDS_LOW, low=plan.low, limit=round(2 / torch.finfo(plan.low).eps))
+        if adds and label.low is not None and (label.traced is torch.float32 or TIED not in node.meta):
+            yield (
+                node,
+                Reason.of(ReasonKind.ADDS_LOW, low=label.low, limit=round(2 / torch.finfo(label.low).eps)),
+            )
 
 
 def bits(graph: fx.Graph) -> Hazards:
@@ -212,12 +215,12 @@ def bits(graph: fx.Graph) -> Hazards:
     for node in graph.nodes:
         stack = list(node.all_input_nodes) if has_trait(node, Trait.READS_BITS) else []
         while stack:
-            plan = label_of(source := stack.pop())
+            label = label_of(source := stack.pop())
             # what the program rounds itself has other bits
             if _passes_on(source) and any(v.dtype is torch.float32 for v in tensors(source.meta.get("val"))):
                 stack += source.all_input_nodes
-            elif plan is not None and plan.op_class is not OpClass.KEEP and plan.traced is torch.float32:
-                yield source, Reason.of(Kind.BITS, low=plan.low)
+            elif label is not None and label.op_class is not OpClass.KEEP and label.traced is torch.float32:
+                yield source, Reason.of(ReasonKind.BITS, low=label.low)
 
 
 #: (pattern, True where eager autocast would raise rather than round, so that it holds under numerics="eager" too)
@@ -235,9 +238,9 @@ HAZARDS: tuple[tuple[Callable[[fx.Graph], Hazards], bool], ...] = (
 
 def _ours(graph: fx.Graph) -> Iterator[tuple[fx.Node, Label]]:
     for node in graph.nodes:
-        plan = label_of(node)
-        if plan is not None and plan.op_class not in (OpClass.KEEP, OpClass.FP32):
-            yield node, plan
+        label = label_of(node)
+        if label is not None and label.op_class not in (OpClass.KEEP, OpClass.FP32):
+            yield node, label
 
 
 def _possible_lows(graph: fx.Graph) -> dict[fx.Node, list[torch.dtype]]:
@@ -246,9 +249,9 @@ def _possible_lows(graph: fx.Graph) -> dict[fx.Node, list[torch.dtype]]:
     In a region of ``torch.autocast("cpu", torch.bfloat16)``, what was computed in fp16 outside stays fp16.
     """
     lows: dict[fx.Node, list[torch.dtype]] = {}
-    for node, plan in _ours(graph):
-        sources = [] if plan.op_class is OpClass.LOW else node.all_input_nodes
-        own = [] if plan.low is None else [plan.low]
+    for node, label in _ours(graph):
+        sources = [] if label.op_class is OpClass.LOW else node.all_input_nodes
+        own = [] if label.low is None else [label.low]
         lows[node] = list(dict.fromkeys(itertools.chain(own, *(lows.get(n, []) for n in sources))))
     return lows
 

@@ -77,8 +77,8 @@ class InsertCasts(Pass):
         # a kernel that takes both rounds as eager PyTorch does
         casts = _Casts(gm.graph, is_stored=self.stored and context.numerics != "eager")
         for node in list(gm.graph.nodes):
-            if (plan := label_of(node)) is not None:
-                casts.rewrite(node, plan)
+            if (label := label_of(node)) is not None:
+                casts.rewrite(node, label)
         casts.restore_outputs()
         return PassResult(f"{casts.count} casts inserted", casts.count)
 
@@ -136,64 +136,64 @@ class _Casts:
             if len(shared) > 1:
                 self._copy(node)
 
-    def rewrite(self, node: fx.Node, plan: Label) -> None:
+    def rewrite(self, node: fx.Node, label: Label) -> None:
         """Casts the arguments of one node and brings its fake value up to date."""
-        wanted, widened = self._wanted(node, plan), self._is_widened(node, plan)
+        wanted, widened = self._wanted(node, label), self._is_widened(node, label)
         if widened:
             wanted = dict.fromkeys(tensor_arguments(node), torch.float32)
-            self._rounded.update(dict.fromkeys(_first_results(node), plan.dtype))
+            self._rounded.update(dict.fromkeys(_first_results(node), label.dtype))
         cast = {
             name: fx.map_arg(value, lambda n, name=name: self.get(n, wanted.get((name, n)), before=node))
             for name, value in arguments(node)
         }
         node.args = tuple(cast.values())[: len(node.args)]
         node.kwargs = {name: cast[name] for name in node.kwargs}
-        if self._retyped(node, plan):
+        if self._retyped(node, label):
             node.meta["val"] = run_fake(node)
             node.meta[RAN_META] = fake_values(node)
             node.meta.pop("tensor_meta", None)
-            if not widened and node not in self._rounded and plan.op_class in _PROMOTING:
+            if not widened and node not in self._rounded and label.op_class in _PROMOTING:
                 results = (value.dtype for value in tensors(node.meta["val"]) if is_eligible(value))
-                plan.dtype = next(results, plan.dtype)
+                label.dtype = next(results, label.dtype)
             self._keep_copy(node)
         for key in self._written_by[node]:
             self._writes[key] = self._writes.get(key, 0) + 1
-        pinned = plan.pinned or self._rounded.get(node)
+        pinned = label.pinned or self._rounded.get(node)
         if pinned is not None:
-            self._pin(node, pinned, is_step=plan.result_dtype is not None)
+            self._pin(node, pinned, is_step=label.result_dtype is not None)
 
-    def _is_widened(self, node: fx.Node, plan: Label) -> bool:
+    def _is_widened(self, node: fx.Node, label: Label) -> bool:
         """True for a norm that is planned low, whose weights are not, where there may be no kernel for two dtypes."""
         if not has_trait(node, Trait.NORM, *((Trait.BATCH_NORM,) if self.is_stored else ())):
             return False
         if not self.is_stored and device_row(tensors(node.meta["val"])[0].device.type).mixes_norms:
             return False
-        own = [argument_value(node, name) for name in plan.own_dtype_slots]
+        own = [argument_value(node, name) for name in label.own_dtype_slots]
         dtypes = {weight.meta["val"].dtype for weight in own if isinstance(weight, fx.Node)}
-        return plan.dtype in LOW_DTYPES and bool(dtypes - {plan.dtype})
+        return label.dtype in LOW_DTYPES and bool(dtypes - {label.dtype})
 
-    def _wanted(self, node: fx.Node, plan: Label) -> dict[tuple[str, fx.Node], torch.dtype]:
+    def _wanted(self, node: fx.Node, label: Label) -> dict[tuple[str, fx.Node], torch.dtype]:
         """Dtype demanded per (argument name, node); absent where the argument is taken as it is."""
-        if plan.takes == Takes.ANY:
+        if label.takes == Takes.ANY:
             return {}
-        slots = retyped_arguments(node, plan)
-        if plan.takes == Takes.TRACED:
+        slots = retyped_arguments(node, label)
+        if label.takes == Takes.TRACED:
             return {(name, source): self.traced[source] for name, source in slots if source in self.traced}
         target = in_place_target(node)
-        if plan.takes == Takes.SELF:
+        if label.takes == Takes.SELF:
             into = target.meta["val"] if target is not None else None
             return dict.fromkeys(slots, into.dtype) if is_eligible(into) else {}
-        if plan.dtype is None or not slots:
+        if label.dtype is None or not slots:
             return {}
-        if plan.takes == Takes.MIXED:
+        if label.takes == Takes.MIXED:
             # 0-d inputs promote nothing where there are others
             slots = [slot for slot in slots if slot[1].meta["val"].ndim > 0] or slots
             dtypes = [source.meta["val"].dtype for _, source in slots]
-            if target is not None or functools.reduce(torch.promote_types, dtypes) is plan.dtype:
+            if target is not None or functools.reduce(torch.promote_types, dtypes) is label.dtype:
                 return {}
-        return dict.fromkeys(slots, plan.dtype)
+        return dict.fromkeys(slots, label.dtype)
 
-    def _retyped(self, node: fx.Node, plan: Label) -> bool:
+    def _retyped(self, node: fx.Node, label: Label) -> bool:
         """True if the result may have another dtype than traced; others keep their value (and unbacked sizes).
 
         An input has another dtype, or the traced one is that of the user's torch.autocast, which was on in the trace
@@ -205,7 +205,7 @@ class _Casts:
             return False
         given = [source for source in node.all_input_nodes if is_eligible(source.meta.get("val"))]
         # a view of what was cast to its traced dtype is a view of the cast
-        return (plan.traced is not None and plan.dtype is not plan.traced) or any(
+        return (label.traced is not None and label.dtype is not label.traced) or any(
             source.meta["val"].dtype is not self.traced.get(source)
             or (
                 self._storage.get(source) == self._storage.get(node)
@@ -256,9 +256,9 @@ class _Casts:
         self.traced[cast] = self.traced[node]
 
 
-def retyped_arguments(node: fx.Node, plan: Label) -> list[tuple[str, fx.Node]]:
+def retyped_arguments(node: fx.Node, label: Label) -> list[tuple[str, fx.Node]]:
     """The values that a node reads in the dtype that its label says, with the argument's name."""
-    excepted = {*plan.own_dtype_slots, *(name for name, _ in written_arguments(node))}
+    excepted = {*label.own_dtype_slots, *(name for name, _ in written_arguments(node))}
     return [
         (name, source)
         for name, source in tensor_arguments(node)

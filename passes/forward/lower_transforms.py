@@ -18,7 +18,7 @@ from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible
 from amp_fx.passes.base import Note, Pass, PassContext, PassResult
-from amp_fx.precision.plans.label import Kind, Reason, label_of
+from amp_fx.precision.plans.label import Reason, ReasonKind, label_of
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.rules import PRECISIONS, Rule
 
@@ -76,7 +76,7 @@ class LowerTransforms(Pass):
         for node in lowered:
             label = label_of(node)
             if label is not None and label.computed_by != "autocast":
-                label.computed_by, label.reasons = "autocast", (Reason(Kind.TRANSFORMED),)
+                label.computed_by, label.reasons = "autocast", (Reason(ReasonKind.TRANSFORMED),)
                 if has_trait(label.op.strip("_"), Trait.MATMUL, Trait.UNCOUNTED_MATMUL):
                     label.dtype = label.low = dict.fromkeys(dtype for _, dtype in states[node]).popitem()[0]
         return PassResult(f"{len(lowered)} nodes inside transforms under autocast", len(lowered), notes)

@@ -18,51 +18,51 @@ from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.precision.plans.label import Label, Takes, label_of
 from amp_fx.precision.policy import OpClass
 
-#: variables of the cut whose label is known
+#: variables of the cut whose side is known
 ALWAYS = {HIGH: ("always fp32",), LOW: ("always low",)}
 
 
 def place_as_autocast(graph: fx.Graph) -> tuple[list[tuple[fx.Node, Label]], torch.dtype | None]:
     """Labels all calls as eager autocast would; returns them, and the low dtype if there is a single one."""
-    placed = [(node, plan) for node in graph.nodes if (plan := label_of(node)) is not None]
-    for node, plan in placed:
-        plan.dtype = dtype_as_autocast(node, plan)
-    lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
+    placed = [(node, label) for node in graph.nodes if (label := label_of(node)) is not None]
+    for node, label in placed:
+        label.dtype = dtype_as_autocast(node, label)
+    lows = {label.low for _, label in placed if label.low is not None and label.op_class is not OpClass.KEEP}
     return placed, lows.pop() if len(lows) == 1 else None
 
 
-def dtype_as_autocast(node: fx.Node, plan: Label) -> torch.dtype | None:
+def dtype_as_autocast(node: fx.Node, label: Label) -> torch.dtype | None:
     """The dtype that eager autocast computes a call in, where those of what it reads are known."""
-    if plan.op_class is OpClass.LOW:
-        return plan.low
-    if plan.op_class is OpClass.FP32:
+    if label.op_class is OpClass.LOW:
+        return label.low
+    if label.op_class is OpClass.FP32:
         return torch.float32
-    return plan.dtype if plan.op_class is OpClass.KEEP else _widest(node, plan)
+    return label.dtype if label.op_class is OpClass.KEEP else _widest(node, label)
 
 
 def placed_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype a value is stored in; None for values that are not floating tensors."""
-    plan = label_of(node)
-    if plan is not None and (plan.pinned or plan.dtype) is not None:
-        return plan.pinned or plan.dtype
+    label = label_of(node)
+    if label is not None and (label.pinned or label.dtype) is not None:
+        return label.pinned or label.dtype
     value = node.meta.get("val")
     return value.dtype if is_eligible(value) else None
 
 
-def _widest(node: fx.Node, plan: Label) -> torch.dtype | None:
+def _widest(node: fx.Node, label: Label) -> torch.dtype | None:
     """Native type promotion over the inputs: 0-d tensors count only where there is no other."""
     if (target := in_place_target(node)) is not None:
         return placed_dtype(target)
-    placed = [(each, dtype) for each in _sources(node, plan) if (dtype := placed_dtype(each)) is not None]
+    placed = [(each, dtype) for each in _sources(node, label) if (dtype := placed_dtype(each)) is not None]
     if not placed:
-        return plan.traced
+        return label.traced
     shaped = [dtype for source, dtype in placed if _is_shaped(source)] or [dtype for _, dtype in placed]
     return functools.reduce(torch.promote_types, shaped)
 
 
-def _sources(node: fx.Node, plan: Label) -> list[fx.Node]:
+def _sources(node: fx.Node, label: Label) -> list[fx.Node]:
     """Every tensor argument whose dtype the node cares about."""
-    return [source for name, source in tensor_arguments(node) if name not in plan.own_dtype_slots]
+    return [source for name, source in tensor_arguments(node) if name not in label.own_dtype_slots]
 
 
 def _is_shaped(node: fx.Node) -> bool:
@@ -91,7 +91,7 @@ class Network:
         self._by_lists = measured is None
         #: low products whose results may be rounded or not
         self._wide = {node for node in measured or () if cost.is_external(node) and may_return_wide(node)}
-        self._problem = Problem(pins={var: label for label, var in ALWAYS.items()})
+        self._problem = Problem(pins={var: side for side, var in ALWAYS.items()})
         self._itemsize = {HIGH: torch.float32.itemsize, LOW: low.itemsize}
         values = (node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
         sizes = [cost.cast_bytes(value, low) for value in values]
@@ -103,69 +103,69 @@ class Network:
     def build(self) -> Problem:
         """The whole problem."""
         for node in self._graph.nodes:
-            if (plan := label_of(node)) is not None:
-                self._add_label(node, plan)
+            if (label := label_of(node)) is not None:
+                self._add_label(node, label)
         for node in self._graph.nodes:
             if is_stored_value(node):
                 self._add_value(node)
         return self._problem
 
-    def _add_label(self, node: fx.Node, plan: Label) -> None:
+    def _add_label(self, node: fx.Node, label: Label) -> None:
         """Adds the terms of the node itself: the dtypes that it may have."""
         if node in self._wide:
             self._problem.implies.append((node, rounded(node)))
-        if plan.dtype is None:
+        if label.dtype is None:
             return
-        follows = plan.takes == Takes.ANY and plan.op_class is OpClass.FOLLOW
-        low_already = plan.op_class is OpClass.PROMOTE and plan.dtype is self._low
+        follows = label.takes == Takes.ANY and label.op_class is OpClass.FOLLOW
+        low_already = label.op_class is OpClass.PROMOTE and label.dtype is self._low
         if (target := node.all_input_nodes[0] if follows else in_place_target(node)) is not None:
-            # equal labels
+            # equal sides
             self._problem.implies += [(node, self.stored(target)), (self.stored(target), node)]
-        elif plan.op_class is OpClass.LOW and (times := self._cost.arithmetic(node, self._low)):
+        elif label.op_class is OpClass.LOW and (times := self._cost.arithmetic(node, self._low)):
             self._add_cost(node, *times)
-        elif plan.dtype is torch.float32 and self._cost.accumulates_backward(node):
+        elif label.dtype is torch.float32 and self._cost.accumulates_backward(node):
             self._problem.pins[node] = HIGH
-        elif not (plan.op_class is OpClass.FOLLOW or node.meta.get(MAY_ROUND) or low_already):
+        elif not (label.op_class is OpClass.FOLLOW or node.meta.get(MAY_ROUND) or low_already):
             # the policy does not allow both dtypes
-            self._problem.pins[node] = plan.dtype is not self._low
+            self._problem.pins[node] = label.dtype is not self._low
         elif self._cost.is_view(node):
-            self._problem.preferred[node] = plan.dtype is not self._low
+            self._problem.preferred[node] = label.dtype is not self._low
 
     def stored(self, node: fx.Node) -> Var:
         """The variable of the dtype a value is stored in: a pinned or given one, or its node's."""
         if node in self._wide:
             # what is computed in fp32 is stored so; what is multiplied low may be
             return rounded(node)
-        plan = label_of(node)
-        if plan is None or plan.pinned is not None or plan.dtype is None:
+        label = label_of(node)
+        if label is None or label.pinned is not None or label.dtype is None:
             return ALWAYS[placed_dtype(node) is not self._low]
         may_round = node.meta.get(MAY_ROUND) and self._cost.accumulates_backward(node)
         return rounded(node) if may_round else node
 
     def demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
-        """The variable whose label is the dtype in which ``reader`` wants ``value``; None: as it is."""
-        plan = label_of(reader)
-        if plan is not None and reader in self._wide and is_summed(plan, name):
+        """The variable whose side is the dtype in which ``reader`` wants ``value``; None: as it is."""
+        label = label_of(reader)
+        if label is not None and reader in self._wide and is_summed(label, name):
             # added to the sum as it is stored
             return rounded(reader)
-        if plan is None or plan.takes == Takes.TRACED:
+        if label is None or label.takes == Takes.TRACED:
             traced = value.meta.get("val")
             return ALWAYS[traced.dtype is not self._low] if is_eligible(traced) else None
         is_written = any(target is value for _, target in written_arguments(reader))
-        if name in plan.own_dtype_slots or plan.takes == Takes.ANY or is_written:
+        if name in label.own_dtype_slots or label.takes == Takes.ANY or is_written:
             return None
-        if plan.takes == Takes.MIXED and self._widens(reader, plan, value):
+        if label.takes == Takes.MIXED and self._widens(reader, label, value):
             return None
-        return reader if plan.dtype is not None else None
+        return reader if label.dtype is not None else None
 
-    def _widens(self, reader: fx.Node, plan: Label, value: fx.Node) -> bool:
+    def _widens(self, reader: fx.Node, label: Label, value: fx.Node) -> bool:
         """True where another input makes the kernel compute in fp32, so that ``value`` needs no cast."""
         if in_place_target(reader) is not None or not _is_shaped(value):
             return True
         if not self._by_lists:
             # what the other inputs are is not known before the cut
             return False
-        others = [each for each in _sources(reader, plan) if each is not value and _is_shaped(each)]
+        others = [each for each in _sources(reader, label) if each is not value and _is_shaped(each)]
         return placed_dtype(value) is self._low and any(placed_dtype(o) is torch.float32 for o in others)
 
     def _add_value(self, value: fx.Node) -> None:
@@ -180,8 +180,8 @@ class Network:
         # the tie-break: fewer casts, then fewer bytes cast
         size = self._per_cast + (self._cost.cast_bytes(value, self._low) if is_tensor else 0)
         wants = tuple(want for _, want in demands if want is not None)
-        for label in () if folded else (HIGH, LOW):
-            self._add_shared(Shared(size, label, wants, stored))
+        for side in () if folded else (HIGH, LOW):
+            self._add_shared(Shared(size, side, wants, stored))
         if not is_tensor:
             return
         in_memory = [(reader, want) for reader, want in demands if self._cost.reads_memory(reader, value)]
@@ -189,15 +189,15 @@ class Network:
         for reader, want in in_memory:
             if not cost.is_view(reader):
                 converts_in_register = not cost.is_external(reader) or want is None
-                times = [cost.read(reader, value, self._itemsize[label]) for label in (HIGH, LOW)]
+                times = [cost.read(reader, value, self._itemsize[side]) for side in (HIGH, LOW)]
                 self._add_cost(stored if converts_in_register else want, *times)
         if cost.is_stored(value):
             if cost.is_external(value):
-                self._add_cost(stored, *(cost.traffic(value, self._itemsize[label]) for label in (HIGH, LOW)))
+                self._add_cost(stored, *(cost.traffic(value, self._itemsize[side]) for side in (HIGH, LOW)))
             external = [want for n, want in in_memory if want is not None and converts_alone(cost, n)]
             kernel = cost.cast_kernel(value, self._low) * self.scale
-            for label in () if folded else (HIGH, LOW):
-                self._add_shared(Shared(kernel, label, tuple(external), stored))
+            for side in () if folded else (HIGH, LOW):
+                self._add_shared(Shared(kernel, side, tuple(external), stored))
         else:
             if in_memory:
                 # what is in memory anyway is what the backward reads: a second precision would be saved
@@ -205,9 +205,9 @@ class Network:
                 in_memory += [(reader, want) for reader, want in demands if cost.saves_input(reader)]
             self._add_rounding(value, stored, demands)
             copies = [stored if want is None else want for _, want in in_memory]
-            for label in (HIGH, LOW):
-                write = cost.traffic(value, self._itemsize[label]) * self.scale
-                self._add_shared(Shared(write, label, tuple(copies)))
+            for side in (HIGH, LOW):
+                write = cost.traffic(value, self._itemsize[side]) * self.scale
+                self._add_shared(Shared(write, side, tuple(copies)))
 
     def _add_rounding(self, value: fx.Node, stored: Var, demands: list[tuple[fx.Node, Var | None]]) -> None:
         """Case 4: rounding what a reader in the same kernel wants in fp32 saves nothing there.
@@ -222,8 +222,8 @@ class Network:
 
     def _add_exactness(self, value: fx.Node, demands: list[tuple[fx.Node, Var | None]]) -> None:
         """Case 2: where autocast stores fp32, only readers that round anyway may get a rounded value."""
-        plan = label_of(value)
-        if plan is None or placed_dtype(value) is not torch.float32 or value.meta.get(MAY_ROUND):
+        label = label_of(value)
+        if label is None or placed_dtype(value) is not torch.float32 or value.meta.get(MAY_ROUND):
             return
         for reader, want in demands:
             if want is None and is_cast(reader) and reader.meta["val"].dtype is self._low:
@@ -250,9 +250,9 @@ def converts_alone(cost: CostModel, reader: fx.Node) -> bool:
     return cost.is_external(reader) or cost.is_view(reader)
 
 
-def is_summed(plan: Label, argument: str) -> bool:
+def is_summed(label: Label, argument: str) -> bool:
     """True for the bias of a matmul, and what it is added to."""
-    return argument in ("bias", op_row(plan.op).addend)
+    return argument in ("bias", op_row(label.op).addend)
 
 
 def named_arguments(node: fx.Node) -> list[tuple[str, object]]:

@@ -15,7 +15,7 @@ from amp_fx.passes.forward.network import Network, dtype_as_autocast, place_as_a
 from amp_fx.precision.placement.attention import refusal
 from amp_fx.precision.placement.cost import CostModel
 from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Var, solve
-from amp_fx.precision.plans.label import Kind, Label, Reason, label_of
+from amp_fx.precision.plans.label import Label, Reason, ReasonKind, label_of
 from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.table import device_row
@@ -32,7 +32,7 @@ class Place(Pass):
     """Gives every node the dtype it computes in and produces.
 
     First as eager autocast would: ``low`` and ``fp32`` ops from the lists, ``keep`` ops as traced,
-    ``promote`` and ``follow`` ops in the widest dtype among their inputs. Then an exact minimum cut re-labels
+    ``promote`` and ``follow`` ops in the widest dtype among their inputs. Then an exact minimum cut re-sides
     what may move without losing accuracy:
 
     1. a ``promote`` op that autocast runs low may run in fp32.
@@ -67,24 +67,24 @@ class Place(Pass):
             known = context.profile, context.training, context.folded
             cost = CostModel(gm.graph, *known, writes_attention=not self.stored)
             problem = Network(gm.graph, cost, low).build()
-            labels = solve(problem)
-            moved = _apply(labels, placed, low, _widen_idle(labels, problem))
-        low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
+            sides = solve(problem)
+            moved = _apply(sides, placed, low, _widen_idle(sides, problem))
+        low_nodes = sum(label.dtype is not None and label.dtype == label.low for _, label in placed)
         return PassResult(f"{low_nodes} nodes in the low dtype, {moved} moved by the cut", len(placed))
 
 
-def _widen_idle(labels: dict[Var, bool], problem: Problem) -> set[Var]:
+def _widen_idle(sides: dict[Var, bool], problem: Problem) -> set[Var]:
     """Has in fp32, and returns, what is low with no low product on either side: there to round saves bytes at best."""
     casts = (term for term in problem.shared if term.value is not None)
     pairs = [*problem.implies, *((term.value, reader) for term in casts for reader in term.readers)]
     lows = nx.Graph()
-    lows.add_nodes_from(var for var, label in labels.items() if label is LOW)
+    lows.add_nodes_from(var for var, side in sides.items() if side is LOW)
     lows.add_edges_from((a, b) for a, b in pairs if a in lows and b in lows)
     idle = set[Var]()
     for region in nx.connected_components(lows):
         if not any(problem.pins.get(var) is LOW or _is_low_itself(var) for var in region):
             idle |= region
-    labels |= dict.fromkeys(idle, HIGH)
+    sides |= dict.fromkeys(idle, HIGH)
     return idle
 
 
@@ -92,37 +92,41 @@ def _is_low_itself(var: Var) -> bool:
     """True for products, and for what policy ``fast`` rounds to save bytes."""
     if not isinstance(var, fx.Node):
         return True
-    plan = label_of(var)
-    return bool(var.meta.get(MAY_ROUND)) or (plan is not None and plan.op_class is OpClass.LOW)
+    label = label_of(var)
+    return bool(var.meta.get(MAY_ROUND)) or (label is not None and label.op_class is OpClass.LOW)
 
 
 def _apply(
-    labels: dict[Var, bool], placed: list[tuple[fx.Node, Label]], low: torch.dtype, idle: Collection[Var]
+    sides: dict[Var, bool], placed: list[tuple[fx.Node, Label]], low: torch.dtype, idle: Collection[Var]
 ) -> int:
-    """Writes the labels of the cut into the plan; returns how many differ from autocast's."""
+    """Writes the sides of the cut into the labels; returns how many differ from autocast's."""
     moved = 0
-    for node, plan in placed:
-        if node not in labels or plan.dtype is None or plan.op_class is OpClass.KEEP:
+    for node, label in placed:
+        if node not in sides or label.dtype is None or label.op_class is OpClass.KEEP:
             continue
-        if labels.get(rounded(node), HIGH) is LOW:
-            plan.pinned = low
-            plan.reasons += (Reason.of(Kind.ROUNDED_AT_ONCE, low=low),)
+        if sides.get(rounded(node), HIGH) is LOW:
+            label.pinned = low
+            label.reasons += (Reason.of(ReasonKind.ROUNDED_AT_ONCE, low=low),)
             moved += 1
-        dtype = torch.float32 if labels[node] is HIGH else low
-        if dtype is not plan.dtype:
-            plan.reasons += (Reason.of(Kind.IDLE, low=low) if node in idle else _why(plan, dtype),)
-            plan.dtype = dtype
+        dtype = torch.float32 if sides[node] is HIGH else low
+        if dtype is not label.dtype:
+            label.reasons += (Reason.of(ReasonKind.IDLE, low=low) if node in idle else _why(label, dtype),)
+            label.dtype = dtype
             moved += 1
     return moved
 
 
-def _why(plan: Label, dtype: torch.dtype) -> Reason:
+def _why(label: Label, dtype: torch.dtype) -> Reason:
     """Why the cut computes a call in another dtype than autocast."""
-    if plan.op_class is OpClass.LOW:
-        return Reason.of(Kind.CASTS_COST_MORE, low=plan.low)
-    if plan.op_class is OpClass.FOLLOW:
-        return Reason.of(Kind.CHEAPER, dtype=dtype)
-    return Reason(Kind.NO_DEARER) if dtype is torch.float32 else Reason.of(Kind.STORED_LOW, low=dtype)
+    if label.op_class is OpClass.LOW:
+        return Reason.of(ReasonKind.CASTS_COST_MORE, low=label.low)
+    if label.op_class is OpClass.FOLLOW:
+        return Reason.of(ReasonKind.CHEAPER, dtype=dtype)
+    return (
+        Reason(ReasonKind.NO_DEARER)
+        if dtype is torch.float32
+        else Reason.of(ReasonKind.STORED_LOW, low=dtype)
+    )
 
 
 @dataclass(frozen=True)
@@ -147,26 +151,26 @@ class Replay(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         followed = 0
         for node in gm.graph.nodes:
-            plan = label_of(node)
-            if plan is None:
+            label = label_of(node)
+            if label is None:
                 continue
-            row = self.rows.get(plan.name)
+            row = self.rows.get(label.name)
             if row is None:
                 # what only hands on has no row, nor has what returns numbers of another kind: complex ones, comparisons
-                plan.dtype = dtype_as_autocast(node, plan)
+                label.dtype = dtype_as_autocast(node, label)
                 continue
             for name in _DECIDED:
-                setattr(plan, name, getattr(row, name))
+                setattr(label, name, getattr(row, name))
             followed += 1
             by_products = row.computed_by.startswith("products")
             if by_products and (why_not := refusal(node, training=context.training)):
-                plan.computed_by = "flash"
-                plan.reasons += (Reason(Kind.FLASH), Reason(why_not))
+                label.computed_by = "flash"
+                label.reasons += (Reason(ReasonKind.FLASH), Reason(why_not))
             if row.result_dtype is None:
                 continue
             where = "a program" if self.stored else node.meta["val"].device.type
             if not device_row(where).wide_results:
-                why = Reason.of(Kind.NO_WIDE_RESULT, device=where, op=plan.op, low=plan.low)
-                plan.op_class, plan.dtype, plan.result_dtype = OpClass.FP32, torch.float32, None
-                plan.reasons += (why,)
+                why = Reason.of(ReasonKind.NO_WIDE_RESULT, device=where, op=label.op, low=label.low)
+                label.op_class, label.dtype, label.result_dtype = OpClass.FP32, torch.float32, None
+                label.reasons += (why,)
         return PassResult(f"{followed} nodes as the plan has them", followed)

@@ -19,9 +19,9 @@ from amp_fx.passes.forward.place import Place
 from amp_fx.passes.forward.sensitivity_terms import sensitivity_terms
 from amp_fx.precision.placement.cost import CostModel
 from amp_fx.precision.placement.cut import HIGH, LOW, Var, solve
-from amp_fx.precision.placement.priced import Labels, Priced, SensitivityTerm
+from amp_fx.precision.placement.priced import Priced, SensitivityTerm, Sides
 from amp_fx.precision.placement.tradeoff import within
-from amp_fx.precision.plans.label import Kind, Label, Reason, label_of
+from amp_fx.precision.plans.label import Label, Reason, ReasonKind, label_of
 from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.precision.plans.sensitivity import CallSensitivity
 from amp_fx.precision.policy import OpClass
@@ -39,38 +39,38 @@ class PricedGraph:
     low: torch.dtype
     #: in picoseconds with a device profile; without, in bytes moved and what could be moved during the arithmetic
     priced: Priced
-    #: the labels of torch.autocast: every listed op low, values where a cut over bytes puts them
-    autocast: Labels
+    #: the sides of torch.autocast: every listed op low, values where a cut over bytes puts them
+    autocast: Sides
     #: prices with bytes for time
     make_by_bytes: Callable[[], Priced]
 
-    def placement(self, labels: Labels) -> Placement:
-        """Labels in a form that holds for the same graph captured again."""
+    def placement(self, sides: Sides) -> Placement:
+        """Sides in a form that holds for the same graph captured again."""
         return {
-            plan.name: (labels[node], labels.get(rounded(node), labels[node]))
+            label.name: (sides[node], sides.get(rounded(node), sides[node]))
             for node in self.graph.nodes
-            if (plan := label_of(node)) is not None and node in labels
+            if (label := label_of(node)) is not None and node in sides
         }
 
-    def labels(self, placement: Placement) -> dict[Var, bool]:
-        """The labels of a placement."""
+    def sides(self, placement: Placement) -> dict[Var, bool]:
+        """The sides of a placement."""
         found: dict[Var, bool] = {}
         for node in self.graph.nodes:
-            plan = label_of(node)
-            if plan is not None and plan.name in placement:
-                found[node], found[rounded(node)] = placement[plan.name]
+            label = label_of(node)
+            if label is not None and label.name in placement:
+                found[node], found[rounded(node)] = placement[label.name]
         return found
 
-    def labels_in(self, rows: Mapping[str, NodePlan]) -> dict[Var, bool]:
-        """The labels that a plan gives to the calls, by its rows."""
-        labels: dict[Var, bool] = {var: label for label, var in ALWAYS.items()}
+    def sides_in(self, rows: Mapping[str, NodePlan]) -> dict[Var, bool]:
+        """The sides that a plan gives to the calls, by its rows."""
+        sides: dict[Var, bool] = {var: side for side, var in ALWAYS.items()}
         for node in self.graph.nodes:
-            if (plan := label_of(node)) is not None:
+            if (label := label_of(node)) is not None:
                 # literal numbers are in no plan
-                placed = rows.get(plan.name, plan)
-                labels[node] = placed.dtype is not self.low
-                labels[rounded(node)] = (placed.pinned or placed.dtype) is not self.low
-        return labels
+                placed = rows.get(label.name, label)
+                sides[node] = placed.dtype is not self.low
+                sides[rounded(node)] = (placed.pinned or placed.dtype) is not self.low
+        return sides
 
     @functools.cached_property
     def by_bytes(self) -> Priced:
@@ -98,32 +98,32 @@ def price(
     autocast = solve(Network(gm.graph, by_bytes, low).build())
     autocast |= {rounded(node): autocast[node] for node in gm.graph.nodes if autocast.get(node) is LOW}
     measured = {
-        node: plan
-        for node, plan in placed
-        if plan.name in rows
-        and _is_free(node, plan)
-        and context.policy.rule_for(plan.op, plan.module_path) is None
+        node: label
+        for node, label in placed
+        if label.name in rows
+        and _is_free(node, label)
+        and context.policy.rule_for(label.op, label.module_path) is None
     }
-    for node, plan in measured.items():
+    for node, label in measured.items():
         node.meta[MAY_ROUND] = True
-        if plan.op in FAST_LOW_IO:
-            plan.own_dtype_slots = tuple(dict.fromkeys((*plan.own_dtype_slots, "weight", "bias")))
+        if label.op in FAST_LOW_IO:
+            label.own_dtype_slots = tuple(dict.fromkeys((*label.own_dtype_slots, "weight", "bias")))
     # which roundings happen does not depend on rates
     network = Network(gm.graph, by_bytes, low, measured.keys())
     terms = sensitivity_terms(gm.graph, network, by_bytes, rows)
     # fused they would not be rounded, but a file may run where nothing is fused
     overflowing = [
         network.stored(node)
-        for node, plan in measured.items()
-        if rows[plan.name].value is None and in_place_target(node) is None
+        for node, label in measured.items()
+        if rows[label.name].value is None and in_place_target(node) is None
     ]
 
     def priced(cost: CostModel, arithmetic: bool) -> Priced:
         network = Network(gm.graph, cost, low, measured.keys())
         problem = network.build()
         problem.pins.update(dict.fromkeys(overflowing, HIGH))
-        for node, plan in measured.items() if arithmetic else ():
-            if plan.op_class is OpClass.LOW:
+        for node, label in measured.items() if arithmetic else ():
+            if label.op_class is OpClass.LOW:
                 # what library kernels compute where no profile says how long that takes
                 high, narrow = cost.nominal_arithmetic(node, low)
                 problem.add_unary(node, high * network.scale, narrow * network.scale)
@@ -136,17 +136,17 @@ def price(
     )
 
 
-def _is_free(node: fx.Node, plan: Label) -> bool:
+def _is_free(node: fx.Node, label: Label) -> bool:
     """True for the calls whose dtype sensitivity may decide: on a low list, or fp32 inside their kernel."""
-    is_float = plan.traced is torch.float32 and plan.low is not None and plan.op_class is not OpClass.KEEP
-    is_pinned = plan.pinned is not None or node.meta.get(TIED)
-    if not is_float or is_pinned or plan.hazard:
+    is_float = label.traced is torch.float32 and label.low is not None and label.op_class is not OpClass.KEEP
+    is_pinned = label.pinned is not None or node.meta.get(TIED)
+    if not is_float or is_pinned or label.hazard:
         return False
-    if plan.op_class in (OpClass.LOW, OpClass.FOLLOW):
+    if label.op_class in (OpClass.LOW, OpClass.FOLLOW):
         return True
     # Inductor writes code that computes in fp32, whatever it reads and writes
     tags = {torch.Tag.pointwise, torch.Tag.reduction}.intersection(getattr(node.target, "tags", ()))
-    return isinstance(node.target, OpOverload) and (plan.op in FAST_MAY_ROUND or bool(tags))
+    return isinstance(node.target, OpOverload) and (label.op in FAST_MAY_ROUND or bool(tags))
 
 
 @dataclass(frozen=True)
@@ -181,48 +181,50 @@ class PlaceBySensitivity(Pass):
             return Place().call(gm, context)
         theirs = found.autocast_sensitivity
         if self.placement is not None:
-            labels = found.labels(self.placement)
+            sides = found.sides(self.placement)
         else:
-            (labels,) = within([found.priced], self.budget**2 * theirs, [found.autocast]).placement
-        ours = found.priced.sensitivity(labels)
-        low_nodes = _apply(labels, found)
+            (sides,) = within([found.priced], self.budget**2 * theirs, [found.autocast]).placement
+        ours = found.priced.sensitivity(sides)
+        low_nodes = _apply(sides, found)
         errors = f"error {math.sqrt(ours):.2e}, of autocast {math.sqrt(theirs):.2e}"
         summary = f"{low_nodes} nodes in the low dtype, {errors}"
-        return PassResult(summary, len(labels), {Note.SENSITIVITY: (ours, theirs)})
+        return PassResult(summary, len(sides), {Note.SENSITIVITY: (ours, theirs)})
 
 
-def _apply(labels: Labels, found: PricedGraph) -> int:
-    """Writes the labels into the plans, with what each rounding costs; returns how many calls are low."""
+def _apply(sides: Sides, found: PricedGraph) -> int:
+    """Writes the sides into the plans, with what each rounding costs; returns how many calls are low."""
     terms: dict[str, list[SensitivityTerm]] = {}
     for term in found.priced.terms:
         terms.setdefault(term.call, []).append(term)
     low_nodes = 0
     for node in found.graph.nodes:
-        plan = label_of(node)
-        if plan is None or node not in labels or plan.dtype is None:
+        label = label_of(node)
+        if label is None or node not in sides or label.dtype is None:
             continue
-        if plan.op_class is not OpClass.KEEP:
-            _write(plan, labels[node], labels.get(rounded(node), labels[node]), found.low)
-            if plan.name in terms:
-                is_low = labels[node] is LOW
-                done = [term for term in terms[plan.name] if not is_low or term.is_done(labels)]
+        if label.op_class is not OpClass.KEEP:
+            _write(label, sides[node], sides.get(rounded(node), sides[node]), found.low)
+            if label.name in terms:
+                is_low = sides[node] is LOW
+                done = [term for term in terms[label.name] if not is_low or term.is_done(sides)]
                 error = math.sqrt(sum(term.sensitivity for term in done))
-                adds = Reason.of(Kind.ROUNDING_ADDS if is_low else Kind.ROUNDING_WOULD_ADD, error=error)
-                plan.reasons += (Reason(Kind.ROUNDING_OVERFLOWS) if math.isinf(error) else adds,)
-        low_nodes += plan.dtype is found.low
+                adds = Reason.of(
+                    ReasonKind.ROUNDING_ADDS if is_low else ReasonKind.ROUNDING_WOULD_ADD, error=error
+                )
+                label.reasons += (Reason(ReasonKind.ROUNDING_OVERFLOWS) if math.isinf(error) else adds,)
+        low_nodes += label.dtype is found.low
     return low_nodes
 
 
-def _write(plan: Label, label: bool, stored: bool, low: torch.dtype) -> None:
-    if label is HIGH:
-        plan.dtype = torch.float32
+def _write(label: Label, side: bool, stored: bool, low: torch.dtype) -> None:
+    if side is HIGH:
+        label.dtype = torch.float32
         if stored is LOW:
-            plan.pinned = low
+            label.pinned = low
         return
-    plan.dtype = low
+    label.dtype = low
     if stored is HIGH:
-        plan.pinned = plan.result_dtype = torch.float32
-        plan.reasons += (Reason.of(Kind.WIDE_RESULT, low=low),)
-    if plan.op_class is OpClass.FP32:
+        label.pinned = label.result_dtype = torch.float32
+        label.reasons += (Reason.of(ReasonKind.WIDE_RESULT, low=low),)
+    if label.op_class is OpClass.FP32:
         # its kernel computes in fp32 whatever it reads and writes
-        plan.op_class = OpClass.PROMOTE
+        label.op_class = OpClass.PROMOTE

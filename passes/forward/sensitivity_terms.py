@@ -69,13 +69,13 @@ class _Charges:
         want = self._network.demand(reader, argument, value)
         if slot not in row.reads or want is None:
             return
-        sensitivity, plan, cost = row.reads[slot], label_of(reader), self._cost
+        sensitivity, label, cost = row.reads[slot], label_of(reader), self._cost
         is_read = converts_alone(cost, reader) if cost.is_stored(value) else cost.reads_memory(reader, value)
         if is_read:
             yield SensitivityTerm(as_number(sensitivity.value), LOW, want, stored, row.name, slot)
-        if plan is None or plan.op_class is not OpClass.LOW or is_summed(plan, argument):
+        if label is None or label.op_class is not OpClass.LOW or is_summed(label, argument):
             return
-        if not self._leaves_wide(value, plan):
+        if not self._leaves_wide(value, label):
             yield SensitivityTerm(as_number(sensitivity.gradient), LOW, want, None, row.name, slot, True)
 
     def _of_result(self, value: fx.Node, row: CallSensitivity, stored: Var) -> Iterator[SensitivityTerm]:
@@ -84,8 +84,8 @@ class _Charges:
             if inside := row.reads.get(slot):
                 yield SensitivityTerm(as_number(inside.value), LOW, value, None, row.name, slot)
                 yield SensitivityTerm(as_number(inside.gradient), LOW, value, None, row.name, slot, True)
-        plan = label_of(value)
-        is_library = plan is not None and plan.op_class is OpClass.LOW
+        label = label_of(value)
+        is_library = label is not None and label.op_class is OpClass.LOW
         if is_library or value in self._memory.written:
             yield SensitivityTerm(as_number(row.value), LOW, stored, None, row.name)
         if not self._memory.writes_gradient(value):
@@ -93,35 +93,35 @@ class _Charges:
         # matmuls round what they read, whatever the dtype of the result
         rounds = value if is_library else stored
         before = self._rounded_by(value)
-        label, var, against = (LOW, rounds, None) if before is None else (HIGH, before, rounds)
-        yield SensitivityTerm(as_number(row.gradient), label, var, against, row.name, "", True)
+        side, var, against = (LOW, rounds, None) if before is None else (HIGH, before, rounds)
+        yield SensitivityTerm(as_number(row.gradient), side, var, against, row.name, "", True)
 
     def _rounded_by(self, value: fx.Node) -> Var | None:
         """The variable of the call behind a value from which its gradient comes rounded, if that call is low."""
         if len(value.users) != 1:
             return None
         (reader,) = value.users
-        plan = label_of(reader)
-        if plan is None or plan.dtype is None:
+        label = label_of(reader)
+        if label is None or label.dtype is None:
             return None
-        if plan.op_class is OpClass.LOW:
+        if label.op_class is OpClass.LOW:
             names = [name for name, given in named_arguments(reader) if given is value]
-            return None if any(is_summed(plan, name) for name in names) else reader
+            return None if any(is_summed(label, name) for name in names) else reader
         if not self._memory.passes_gradient(reader, value):
             return None
         if self._memory.writes_gradient(reader):
             return self._network.stored(reader)
         return self._rounded_by(reader)
 
-    def _leaves_wide(self, value: fx.Node, plan: Label) -> bool:
+    def _leaves_wide(self, value: fx.Node, label: Label) -> bool:
         """On CUDA the gradient of a matmul's weight leaves its kernel in fp32 (``gemm_epilogue``).
 
         That of a weight with several readers is a sum of gradients, which another kernel reads.
         """
-        if "conv" in plan.op or "attention" in plan.op or len(value.users) > 1:
+        if "conv" in label.op or "attention" in label.op or len(value.users) > 1:
             return False
         if self._cost.is_view(value):
-            return self._leaves_wide(value.all_input_nodes[0], plan)
+            return self._leaves_wide(value.all_input_nodes[0], label)
         return is_parameter(value) and device_row(value.meta["val"].device.type).wide_results
 
 
@@ -156,12 +156,12 @@ class _Memory:
         1. Library kernels read the gradient of their result, and so do sums over repeated elements.
         2. A gradient that is part of another one, which a later kernel completes, waits for it: that of a residual add.
         """
-        plan = label_of(value)
-        if plan is None:
+        label = label_of(value)
+        if label is None:
             return False
         if self._cost.is_view(value):
             return self.writes_gradient(value.all_input_nodes[0])
-        if plan.op_class is OpClass.LOW or self._cost.accumulates_backward(value):
+        if label.op_class is OpClass.LOW or self._cost.accumulates_backward(value):
             return True
         return any(self._level[source] > self._level[value] for source in self._differentiated(value))
 
@@ -169,16 +169,16 @@ class _Memory:
         """True where the gradient of the reader's result is that of the value as it is."""
         if self._cost.is_view(reader):
             return True
-        plan = label_of(reader)
+        label = label_of(reader)
         given, result = value.meta.get("val"), reader.meta.get("val")
-        if plan is None or not isinstance(given, torch.Tensor) or not isinstance(result, torch.Tensor):
+        if label is None or not isinstance(given, torch.Tensor) or not isinstance(result, torch.Tensor):
             return False
         # as text: comparing sizes that only the data know is an error
         if str(given.shape) != str(result.shape):
             return False
-        if plan.op == "dropout":
+        if label.op == "dropout":
             return not argument_value(reader, "p") or not argument_value(reader, "train")
-        return has_trait(plan.op, Trait.PASSES_GRADIENT)
+        return has_trait(label.op, Trait.PASSES_GRADIENT)
 
     def _differentiated(self, reader: fx.Node) -> Iterator[fx.Node]:
         """The operands to which a gradient goes; where that was not measured, it may."""
@@ -216,8 +216,8 @@ class _Memory:
 
 
 def _row_of(node: fx.Node, rows: Mapping[str, CallSensitivity]) -> CallSensitivity | None:
-    plan = label_of(node)
-    return None if plan is None else rows.get(plan.name)
+    label = label_of(node)
+    return None if label is None else rows.get(label.name)
 
 
 def _size(node: fx.Node) -> int:

@@ -16,7 +16,7 @@ from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_pure, is_view, storage_of, storages_written_in
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.levels.quantise_matmuls import Part
-from amp_fx.precision.plans.label import Kind, Reason, Takes, label_of
+from amp_fx.precision.plans.label import Reason, ReasonKind, Takes, label_of
 from amp_fx.precision.plans.plan import dtype_name
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.forms import ScaledRows
@@ -220,7 +220,7 @@ def _look_up_low(lookup: fx.Node, table: fx.Node, dtype: torch.dtype) -> fx.Node
     lookup.replace_all_uses_with(rows, delete_user_cb=lambda user: user is not rows)
     if (label := label_of(lookup)) is not None:
         label.dtype = lookup.meta["val"].dtype
-        label.reasons += (Reason.of(Kind.STORED_TABLE, dtype=label.dtype),)
+        label.reasons += (Reason.of(ReasonKind.STORED_TABLE, dtype=label.dtype),)
     return low
 
 
@@ -244,11 +244,11 @@ class KeepWeights(Pass):
             if context.path or node.name not in self.weights:
                 continue
             for reader in readers(node, is_view):
-                plan = label_of(reader)
-                if plan is None or is_view(reader) or reader.meta.get(TIED):
+                label = label_of(reader)
+                if label is None or is_view(reader) or reader.meta.get(TIED):
                     continue
-                if plan.op_class not in (OpClass.KEEP, OpClass.FP32):
-                    plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
-                    plan.reasons = (Reason.of(Kind.WEIGHT_RANGE, weight=node.name, low=plan.low),)
+                if label.op_class not in (OpClass.KEEP, OpClass.FP32):
+                    label.op_class, label.takes = OpClass.FP32, Takes.DTYPE
+                    label.reasons = (Reason.of(ReasonKind.WEIGHT_RANGE, weight=node.name, low=label.low),)
                     moved += 1
         return PassResult(f"{moved} nodes to fp32 for their weights' sake", moved)

@@ -52,14 +52,14 @@ class MarkMatmuls(Pass):
         return PassResult(f"{marked} matmuls may run below 16 bits", marked)
 
     def _is_planned(self, node: fx.Node, context: PassContext) -> bool:
-        row = label_of(node)
-        if row is None or not row.levels:
+        label = label_of(node)
+        if label is None or not label.levels:
             return False
-        for role, level in row.levels_below.items():
+        for role, level in label.levels_below.items():
             if why := _refusal(captured_matmul(node, context), role, level):
                 raise PlanError(
-                    f"the plan runs {row.name} ({row.op}) in {level.name}, {role}: {why}. Make a new plan, or drop the "
-                    "option."
+                    f"the plan runs {label.name} ({label.op}) in {level.name}, {role}: {why}. Make a new plan, or drop "
+                    "the option."
                 )
         return True
 
@@ -70,7 +70,7 @@ def _refusal(matmul: Matmul | None, role: str, level: Level) -> str:
         return f"only {', '.join(LINEAR_OPS)} with a matrix, in the low dtype, run so"
     if role == WEIGHT and not level.weight_gradients:
         return f"{level.name} leaves gradients of weights in the low dtype"
-    grain = min(way.grain for way in level.implementations)
+    grain = min(kernel.grain for kernel in level.kernels)
     if not divides(grain, matmul.sizes[1:]):
         return f"{grain} does not divide its sizes {' x '.join(map(str, matmul.sizes[1:]))}"
     return ""

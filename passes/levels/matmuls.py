@@ -99,7 +99,7 @@ class Matmul:
 def read_matmuls(gm: fx.GraphModule, context: PassContext, *, joint: bool) -> list[Matmul]:
     """The matmuls of a graph that have a counterpart with scales, in order.
 
-    Of a joint graph those in 16 bits that are, or give gradients of, a marked call.
+    In a joint graph: the 16-bit matmuls of a marked call, and the matmuls that give its gradients.
     """
     if joint:
         return _joint_matmuls(gm)
@@ -137,30 +137,30 @@ def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
 
 def may_run_below(node: fx.Node, context: PassContext) -> bool:
     """True for a matmul that policy and plan let run below 16 bits."""
-    row = label_of(node)
-    if row is None or not is_matmul(node) or not (row.dtype in LOW_DTYPES or _stays_wide(row, context)):
+    label = label_of(node)
+    if label is None or not is_matmul(node) or not (label.dtype in LOW_DTYPES or _stays_wide(label, context)):
         return False
-    rule = context.policy.rule_for(row.op, row.module_path)
+    rule = context.policy.rule_for(label.op, label.module_path)
     if rule is not None:
         return rule.precision in BELOW
-    if row.result_dtype is not None:
+    if label.result_dtype is not None:
         return False
     region = node.meta.get(REGION_META, {}).get(node.meta["val"].device.type)
-    return row.op_class is OpClass.LOW or (region is not None and region.enabled)
+    return label.op_class is OpClass.LOW or (region is not None and region.enabled)
 
 
-def _stays_wide(row: Label, context: PassContext) -> bool:
+def _stays_wide(label: Label, context: PassContext) -> bool:
     """True without gradients for a call that is in fp32 as the device multiplies no faster in 16 bits."""
-    profile, is_moved = context.profile, row.op_class is OpClass.LOW and row.dtype is torch.float32
-    return not context.training and profile is not None and is_moved and profile.is_slower_in(row.low)
+    profile, is_moved = context.profile, label.op_class is OpClass.LOW and label.dtype is torch.float32
+    return not context.training and profile is not None and is_moved and profile.is_slower_in(label.low)
 
 
 def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
     """The product that a call is; None where it is none of floating values and a matrix."""
     if node.target is aten.conv2d.default:
         return _convolution(node, context)
-    row, factors, form = label_of(node), _factors(node), op_row(node).linear
-    if row is None or factors is None or form is None:
+    label, factors, form = label_of(node), _factors(node), op_row(node).linear
+    if label is None or factors is None or form is None:
         return None
     value, matrix, bias = factors
     first = Operand(value, value, "", True, frozenset(value.users))
@@ -168,13 +168,13 @@ def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
     size = matrix.meta["val"].shape
     contracted, columns = reversed(size) if form.by_rows else size
     sizes = math.prod(value.meta["val"].shape[:-1]), contracted, columns
-    return Matmul(node, row.name, FORWARD, (first, second), sizes, bias)
+    return Matmul(node, label.name, FORWARD, (first, second), sizes, bias)
 
 
 def _convolution(node: fx.Node, context: PassContext) -> Matmul | None:
     """A convolution over two dimensions, with what may be folded into it."""
-    row, (value, matrix, bias, *_) = label_of(node), (*node.args, None)
-    if row is None or not isinstance(value, fx.Node) or not isinstance(matrix, fx.Node):
+    label, (value, matrix, bias, *_) = label_of(node), (*node.args, None)
+    if label is None or not isinstance(value, fx.Node) or not isinstance(matrix, fx.Node):
         return None
     if node.kwargs or value.meta["val"].ndim != 4 or node.meta["val"].dtype not in PLACED_DTYPES:
         return None
@@ -186,7 +186,7 @@ def _convolution(node: fx.Node, context: PassContext) -> Matmul | None:
         # a weight that was turned
         return None
     sizes = batch * math.prod(places), math.prod(window), columns
-    return Matmul(node, row.name, FORWARD, (first, second), sizes, bias, _norm_after(node))  # type: ignore[arg-type]  # a node or None
+    return Matmul(node, label.name, FORWARD, (first, second), sizes, bias, _norm_after(node))  # type: ignore[arg-type]  # a node or None
 
 
 def _norm_after(node: fx.Node) -> fx.Node | None:
@@ -330,8 +330,8 @@ def last_calls(gm: fx.GraphModule, gradients: set[fx.Node]) -> set[str | None]:
         # products of tensors of other classes stay as the program calls them
         multiplies = is_matmul(node) or has_trait(target_name(node), Trait.MATMUL)
         if multiplies and not below and not _is_residual(node):
-            row = label_of(node)
-            last.add(marked(node) if row is None else row.name)
+            label = label_of(node)
+            last.add(marked(node) if label is None else label.name)
         if below or multiplies:
             feeds.add(node)
     return last

@@ -22,9 +22,9 @@ from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.precision.placement.level_cost import NARROW, OPERATIONS, LevelCost
 from amp_fx.precision.placement.priced import Priced, SensitivityTerm
 from amp_fx.precision.placement.tradeoff import within
-from amp_fx.precision.plans.label import Kind, Reason, label_of
+from amp_fx.precision.plans.label import Reason, ReasonKind, label_of
 from amp_fx.precision.plans.plan import with_choice
-from amp_fx.precision.policy.levels import AUTO, LEVELS, WEIGHT, Implementation, Level
+from amp_fx.precision.policy.levels import AUTO, LEVELS, WEIGHT, Kernel, Level
 from amp_fx.precision.policy.rules import BELOW
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ class PlaceLevels(Pass):
 
     1. it does not come from a call of the forward that policy and plan leave in the low dtype without a user's rule,
        or in fp32 where 16 bits are slower; gradients belong to the call that they are gradients of.
-    2. no implementation takes its sizes: their grain (16 in fp8) does not divide them, or they are not known: the
+    2. no kernel takes its sizes: their grain (16 in fp8) does not divide them, or they are not known: the
        contracted one and the columns, and for the gradient of a weight its rows, too. So tokens count only where they
        are contracted. Where blocks have scales, a block divides what is contracted, and the rows are known. In int8 the
        second is a weight, sums fit into 32 bits, and on CUDA there are at least 17 rows. A convolution needs a scale
@@ -66,7 +66,7 @@ class PlaceLevels(Pass):
        does. Copies of weights that live across calls cost nothing in a call, with scales as in the low dtype.
     7. with measured sensitivity, the budget does not allow it (:mod:`amp_fx.precision.placement.priced`).
 
-    A plan takes the place of 3 to 7; a rule that names the level, of 3, 6 and 7. Of the implementations that take a
+    A plan takes the place of 3 to 7; a rule that names the level, of 3, 6 and 7. Of the kernels that take a
     matmul, the one that costs the least multiplies.
 
     Before, and after::
@@ -85,7 +85,7 @@ class PlaceLevels(Pass):
         budget: measured sensitivity and how much is allowed, or None.
         planned: what a plan has below 16 bits: (name in the plan, role, name of the level).
         scales: of values that calls of the plan read: (name in the plan, (scale, zero point)).
-        choice: the name of an implementation where an option has one.
+        choice: the name of a kernel where an option has one.
         joint: False on a captured graph.
         keeps_weights: copies of weights live across calls.
         stored: the program is stored with such copies, for any runtime.
@@ -108,38 +108,38 @@ class PlaceLevels(Pass):
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         found = self._looked_at(gm, context)
-        allowed = _implemented(found)
+        allowed = _with_kernels(found)
         chosen = self._chosen(allowed) | {matmul for matmul in allowed if self._is_asked_for(matmul, context)}
         choices: dict[tuple[str, str], tuple[Level | None, Reason]] = {}
-        for matmul, way in found.items():
+        for matmul, kernel in found.items():
             level = self._wanted(matmul) if matmul in chosen else None
             if level is not None:
                 scale = self._scales[matmul.name] if allowed[matmul].measured else None
-                matmul.node.meta[LEVEL] = (level, way, scale)
-            why = self._why(matmul, level, way)
+                matmul.node.meta[LEVEL] = (level, kernel, scale)
+            why = self._why(matmul, level, kernel)
             choices[matmul.variable] = level, why
-            if (row := label_of(matmul.node)) is not None:
-                row.levels, row.reasons = with_choice(row, matmul.role, level, why)
+            if (label := label_of(matmul.node)) is not None:
+                label.levels, label.reasons = with_choice(label, matmul.role, level, why)
         summary = f"{len(chosen)} of {len(found)} matmuls below 16 bits"
         return PassResult(summary, len(chosen), {Note.CHOICES: choices})
 
-    def allowed(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Implementation]:
+    def allowed(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Kernel]:
         """The matmuls of a graph that may run in the level, and how they would."""
-        return _implemented(self._looked_at(gm, context))
+        return _with_kernels(self._looked_at(gm, context))
 
-    def _looked_at(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Implementation | Reason]:
+    def _looked_at(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Kernel | Reason]:
         """The matmuls, and how each would run below 16 bits, or why it may not."""
         matmuls = read_matmuls(gm, context, joint=self.joint)
         if not self.joint:
             matmuls = [matmul for matmul in matmuls if self._is_candidate(matmul, context)]
         last = set() if self.level is None else last_calls(gm, gradients_in(gm))
         last -= {matmul.name for matmul in matmuls if self._is_asked_for(matmul, context)}
-        return {matmul: self._way(matmul, last) for matmul in matmuls}
+        return {matmul: self._kernel_for(matmul, last) for matmul in matmuls}
 
     def _is_candidate(self, matmul: Matmul, context: PassContext) -> bool:
         level = self._wanted(matmul)
-        ways = () if level is None else level.implementations
-        if matmul.is_convolution and not any(way.measured for way in ways):
+        kernels = () if level is None else level.kernels
+        if matmul.is_convolution and not any(kernel.measured for kernel in kernels):
             return False
         by_plan = self.level is None and matmul.node.meta["val"].dtype is torch.float32
         return level is not None if by_plan else may_run_below(matmul.node, context)
@@ -159,56 +159,56 @@ class PlaceLevels(Pass):
     def _scales(self) -> dict[str, tuple[float, int]]:
         return dict(self.scales)
 
-    def _way(self, matmul: Matmul, last: Collection[str | None]) -> Implementation | Reason:
-        """The implementation that would multiply, or why a matmul may not run below 16 bits."""
+    def _kernel_for(self, matmul: Matmul, last: Collection[str | None]) -> Kernel | Reason:
+        """The kernel that would multiply, or why a matmul may not run below 16 bits."""
         level, (rows, contracted, _) = self._wanted(matmul), matmul.sizes
         if level is None:
-            return Reason(Kind.PLANNED_LOW)
+            return Reason(ReasonKind.PLANNED_LOW)
         if matmul.node.meta["val"].device.type != self.device:
-            return Reason.of(Kind.OTHER_DEVICE, device=self.device)
+            return Reason.of(ReasonKind.OTHER_DEVICE, device=self.device)
         if level.block is not None and not isinstance(rows, int):
-            return Reason.of(Kind.UNKNOWN_ROWS, level=level.name)
+            return Reason.of(ReasonKind.UNKNOWN_ROWS, level=level.name)
         weight = matmul.operands[1]
         if not level.trains and weight.source.op != "placeholder" and not weight.is_folded:
-            return Reason.of(Kind.NOT_A_WEIGHT, policy=level.policy)
+            return Reason.of(ReasonKind.NOT_A_WEIGHT, policy=level.policy)
         if isinstance(rows, int) and rows == 0:
-            return Reason(Kind.NO_ROWS)
-        refused = {way: self._refusal(matmul, level, way) for way in level.chosen(self.choice)}
-        ways = [way for way, why in refused.items() if why is None]
-        if not ways:
-            # the last implementation takes the most products, and the first convolutions
+            return Reason(ReasonKind.NO_ROWS)
+        refused = {kernel: self._refusal(matmul, level, kernel) for kernel in level.chosen(self.choice)}
+        kernels = [kernel for kernel, why in refused.items() if why is None]
+        if not kernels:
+            # the last kernel takes the most products, and the first convolutions
             found = [why for why in refused.values() if why is not None]
             return found[0] if matmul.is_convolution else found[-1]
         if level.block is not None and contracted % level.block:
-            return Reason.of(Kind.UNEVEN_BLOCKS, block=level.block, contracted=contracted)
+            return Reason.of(ReasonKind.UNEVEN_BLOCKS, block=level.block, contracted=contracted)
         if matmul.name in last:
-            return Reason(Kind.LAST_LINEAR)
+            return Reason(ReasonKind.LAST_LINEAR)
         if matmul.role == WEIGHT and not level.weight_gradients:
-            return Reason.of(Kind.WEIGHT_GRADIENT, level=level.name)
-        return (self.cost or OPERATIONS).cheapest(ways, matmul.sizes)
+            return Reason.of(ReasonKind.WEIGHT_GRADIENT, level=level.name)
+        return (self.cost or OPERATIONS).cheapest(kernels, matmul.sizes)
 
-    def _refusal(self, matmul: Matmul, level: Level, way: Implementation) -> Reason | None:
-        """Why an implementation does not take a matmul, if so."""
+    def _refusal(self, matmul: Matmul, level: Level, kernel: Kernel) -> Reason | None:
+        """Why a kernel does not take a matmul, if so."""
         rows, contracted, columns = matmul.sizes
-        if way.device not in (None, self.device):
-            return Reason.of(Kind.OTHER_DEVICE, device=way.device)
-        keeps = self.keeps_weights or (self.stored and way.measured)
-        if way.keeps_weights and not (keeps and matmul.operands[1].is_folded):
-            return Reason.of(Kind.NO_COPY, level=way.name)
-        if (way.measured or matmul.is_convolution) and matmul.name not in self._scales:
-            return Reason(Kind.NO_SCALE)
-        if matmul.is_convolution and not way.measured:
-            return Reason.of(Kind.NOT_A_PRODUCT, level=way.name)
-        if self.device == "cuda" and not (isinstance(rows, int) and rows >= way.fewest):
-            return Reason.of(Kind.FEW_ROWS, level=level.name, fewest=way.fewest)
+        if kernel.device not in (None, self.device):
+            return Reason.of(ReasonKind.OTHER_DEVICE, device=kernel.device)
+        keeps = self.keeps_weights or (self.stored and kernel.measured)
+        if kernel.keeps_weights and not (keeps and matmul.operands[1].is_folded):
+            return Reason.of(ReasonKind.NO_COPY, level=kernel.name)
+        if (kernel.measured or matmul.is_convolution) and matmul.name not in self._scales:
+            return Reason(ReasonKind.NO_SCALE)
+        if matmul.is_convolution and not kernel.measured:
+            return Reason.of(ReasonKind.NOT_A_PRODUCT, level=kernel.name)
+        if self.device == "cuda" and not (isinstance(rows, int) and rows >= kernel.fewest):
+            return Reason.of(ReasonKind.FEW_ROWS, level=level.name, fewest=kernel.fewest)
         sizes = matmul.sizes if matmul.role == WEIGHT else (contracted, columns)
-        if not divides(way.grain, sizes):
-            return Reason.of(Kind.INDIVISIBLE, grain=way.grain, sizes=" x ".join(map(str, sizes)))
-        if way.most is not None and contracted > way.most:
-            return Reason.of(Kind.LONG_SUM, level=way.name, most=way.most, contracted=contracted)
+        if not divides(kernel.grain, sizes):
+            return Reason.of(ReasonKind.INDIVISIBLE, grain=kernel.grain, sizes=" x ".join(map(str, sizes)))
+        if kernel.most is not None and contracted > kernel.most:
+            return Reason.of(ReasonKind.LONG_SUM, level=kernel.name, most=kernel.most, contracted=contracted)
         return None
 
-    def _chosen(self, allowed: Mapping[Matmul, Implementation]) -> set[Matmul]:
+    def _chosen(self, allowed: Mapping[Matmul, Kernel]) -> set[Matmul]:
         if self.level is None or (self.cost is None and self.budget is None):
             return {*allowed}
         problem = level_problem(allowed, self.level, self.cost or OPERATIONS)
@@ -220,41 +220,41 @@ class PlaceLevels(Pass):
             (labels,) = within([Priced(problem, terms)], self.budget.limit).placement
         return {matmul for matmul in allowed if labels[matmul.variable] is LOW}
 
-    def _why(self, matmul: Matmul, level: Level | None, way: Implementation | Reason) -> Reason:
+    def _why(self, matmul: Matmul, level: Level | None, kernel: Kernel | Reason) -> Reason:
         wanted = self._wanted(matmul)
-        if isinstance(way, Reason):
+        if isinstance(kernel, Reason):
             planned = {"planned": wanted.policy} if self.level is None and wanted is not None else {}
-            return replace(way, values={**way.values, **planned})
+            return replace(kernel, values={**kernel.values, **planned})
         if level is None:
-            kind = Kind.LEVEL_DEARER if self.budget is None else Kind.LEVEL_OVER_BUDGET
+            kind = ReasonKind.LEVEL_DEARER if self.budget is None else ReasonKind.LEVEL_OVER_BUDGET
             return Reason.of(kind, policy=None if wanted is None else wanted.policy)
-        kind = Kind.LEVEL if self.level else Kind.LEVEL_PLANNED
-        name = way.name if len(level.implementations) > 1 else level.name
+        kind = ReasonKind.LEVEL if self.level else ReasonKind.LEVEL_PLANNED
+        name = kernel.name if len(level.kernels) > 1 else level.name
         return Reason.of(kind, policy=level.policy, level=name)
 
 
-def _implemented(found: Mapping[Matmul, Implementation | Reason]) -> dict[Matmul, Implementation]:
-    return {matmul: way for matmul, way in found.items() if isinstance(way, Implementation)}
+def _with_kernels(found: Mapping[Matmul, Kernel | Reason]) -> dict[Matmul, Kernel]:
+    return {matmul: kernel for matmul, kernel in found.items() if isinstance(kernel, Kernel)}
 
 
 # ---- the problem of the cut
 
 
 def level_of(operand: Operand, level: Level) -> Level:
-    """The level by which an operand is scaled."""
+    """The level of an operand: a weight has another one where the level names it."""
     return LEVELS[level.of_weights] if operand.is_weight and level.of_weights else level
 
 
-def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: LevelCost) -> Problem:
+def level_problem(matmuls: Mapping[Matmul, Kernel], level: Level, cost: LevelCost) -> Problem:
     """The function to minimise over matmuls that may run in a level; LOW of a variable (name, role) is that level."""
     problem, nodes = Problem(), {matmul.node for matmul in matmuls}
     variables = {matmul.node: matmul.variable for matmul in matmuls}
     readings: dict[fx.Node, list[tuple[Var, Operand, bool]]] = {}
-    for matmul, way in matmuls.items():
-        problem.add_unary(matmul.variable, *_times(matmul, way, level, cost))
+    for matmul, kernel in matmuls.items():
+        problem.add_unary(matmul.variable, *_times(matmul, kernel, level, cost))
         for operand in matmul.operands:
             if not operand.is_folded:
-                readings.setdefault(operand.source, []).append((matmul.variable, operand, way.measured))
+                readings.setdefault(operand.source, []).append((matmul.variable, operand, kernel.measured))
     for read in readings.values():
         low = _low_copy(read[0][1], nodes, cost)
         problem.shared.append(Shared(low, HIGH, tuple(reader for reader, *_ in read)))
@@ -292,7 +292,7 @@ def _product_before(node: fx.Node, *, through_adds: bool = True) -> fx.Node | No
     return node
 
 
-def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -> tuple[int, int]:
+def _times(matmul: Matmul, kernel: Kernel, level: Level, cost: LevelCost) -> tuple[int, int]:
     result = matmul.node.meta["val"]
     sizes = [(numel(operand.base.meta["val"]), operand.is_weight) for operand in matmul.operands]
     elements = sum(
@@ -300,16 +300,16 @@ def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -
     )
     grouped = matmul.is_convolution and convolution_settings(matmul.node)["groups"] > 1
     low, below = cost.matmul(matmul_flops(matmul.node), elements, result.dtype.itemsize, grouped=grouped)
-    below += cost.calling(way, matmul.sizes, convolves=matmul.is_convolution)
+    below += cost.calling(kernel, matmul.sizes, convolves=matmul.is_convolution)
     if matmul.is_convolution:
         behind = readers(matmul.node, lambda node: has_trait(node, Trait.CAST, Trait.BATCH_NORM))
         # oneDNN applies a gelu in 16 bits only
-        kernel = cost.moving(numel(result) * (2 * result.dtype.itemsize + cost.arithmetic))
-        below += any(node.target is aten.gelu.default for node in behind) * kernel
+        epilogue = cost.moving(numel(result) * (2 * result.dtype.itemsize + cost.arithmetic))
+        below += any(node.target is aten.gelu.default for node in behind) * epilogue
     if len({level_of(operand, level).by_row for operand in matmul.operands}) > 1:
         # factors of columns are multiplied afterwards
         below += cost.moving(2 * numel(result) * result.dtype.itemsize, 1)
-    if not level.dtype.is_floating_point and not way.measured:
+    if not level.dtype.is_floating_point and not kernel.measured:
         # the product is in 32 bits, which the kernel behind it reads
         below += cost.moving(2 * numel(result) * (4 - result.dtype.itemsize))
     return low, below

@@ -21,7 +21,7 @@ from amp_fx.passes.levels.quantiser import Quantiser, WithScale
 from amp_fx.precision.plans.label import label_of
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.forms import ScaledRows, with_norm
-from amp_fx.precision.policy.levels import Implementation, Level
+from amp_fx.precision.policy.levels import Kernel, Level
 from amp_fx.precision.policy.scaled import Product, dequantised, quantised, whole
 from amp_fx.runtime.widened import held_pair
 
@@ -102,11 +102,11 @@ class QuantiseMatmuls(Pass):
         )
         matmuls = read_matmuls(gm, context, joint=self.joint)
         chosen = [(matmul, found) for matmul in matmuls if (found := matmul.node.meta.get(LEVEL)) is not None]
-        for matmul, (level, way, scale) in chosen:
+        for matmul, (level, kernel, scale) in chosen:
             if isinstance(work, _CapturedQuantiser) and scale is not None:
-                work.multiply_measured(matmul, level, way, scale)
+                work.multiply_measured(matmul, level, kernel, scale)
             else:
-                work.multiply(matmul, level, way)
+                work.multiply(matmul, level, kernel)
         if chosen:
             work.tidy(context.path)
         return PassResult(f"{len(chosen)} scaled matmuls read {len(work.copies)} copies", len(chosen))
@@ -136,8 +136,8 @@ def _passed_on(node: fx.Node) -> fx.Node | None:
     given = [each for each in values_read(node) if each.target is not widened]
     if len(node.users) != 1 or len(given) != 1 or node.meta.get(LEVEL) is not None:
         return None
-    row = label_of(node)
-    widens = row is not None and row.op_class in (OpClass.FOLLOW, OpClass.PROMOTE)
+    label = label_of(node)
+    widens = label is not None and label.op_class in (OpClass.FOLLOW, OpClass.PROMOTE)
     return given[0] if widens or is_view(node) or is_cast(node) else None
 
 
@@ -206,15 +206,15 @@ class _CapturedQuantiser(Quantiser):
             for step, given in reversed(steps):
                 step.replace_input_with(given, node)
                 step.meta["val"] = run_fake(step)
-                if (row := label_of(step)) is not None:
-                    row.dtype = torch.float32
+                if (label := label_of(step)) is not None:
+                    label.dtype = torch.float32
                 node = step
             data.replace_input_with(data.all_input_nodes[0], node)
 
     def multiply_measured(
-        self, matmul: Matmul, level: Level, way: Implementation, scale: tuple[float, int]
+        self, matmul: Matmul, level: Level, kernel: Kernel, scale: tuple[float, int]
     ) -> None:
-        """The same with the scale and zero point that a plan has for the value, which keeps its dimensions."""
+        """Multiplies a value, rounded by its plan's scale and zero point, by a weight."""
         node, (operand, matrix) = matmul.node, matmul.operands
         with self._call.before(node):
             key = operand.source, scale
@@ -233,11 +233,11 @@ class _CapturedQuantiser(Quantiser):
                 bias = bias if bias is None else self._call(CAST, bias, dtype)
                 final = self._call(node.target, *pair, bias, *node.args[3:])
             else:
-                copy = self._copy(matrix, level, way)
+                copy = self._copy(matrix, level, kernel)
                 columns = self._call(aten.permute.default, self._matrix(copy, matrix, level), [1, 0])
                 factors = scale, self._factor(copy, level, [1, -1])
                 bias = matmul.bias if matmul.bias is None else self._call(CAST, matmul.bias, dtype)
-                final = way.multiply(Product(value, columns, factors, bias, dtype, True), self._call)
+                final = kernel.multiply(Product(value, columns, factors, bias, dtype, True), self._call)
             if is_wide:
                 final = self._call(CAST, final, node.meta["val"].dtype)
             super()._become(matmul, final)

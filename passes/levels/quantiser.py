@@ -10,7 +10,7 @@ import torch.fx as fx
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes.levels.matmuls import Matmul, Operand
 from amp_fx.passes.levels.place_levels import level_of
-from amp_fx.precision.policy.levels import FORWARD, Implementation, Level, Scale
+from amp_fx.precision.policy.levels import FORWARD, Kernel, Level, Scale
 from amp_fx.precision.policy.scaled import Product, block_scales, scale_of, scaled
 
 aten = torch.ops.aten
@@ -41,12 +41,12 @@ class Quantiser:
         #: whether the matmul that nodes are added for is one of the forward
         self._in_forward = True
 
-    def multiply(self, matmul: Matmul, level: Level, way: Implementation) -> None:
+    def multiply(self, matmul: Matmul, level: Level, kernel: Kernel) -> None:
         """Makes a low matmul one of operands with scales."""
         node, self._in_forward = matmul.node, matmul.role == FORWARD
         pairs = [(operand, level_of(operand, level)) for operand in matmul.operands]
         with self._call.before(node):
-            copies = [self._copy(operand, each, way) for operand, each in pairs]
+            copies = [self._copy(operand, each, kernel) for operand, each in pairs]
             first, second = (self._matrix(copy, *pair) for copy, pair in zip(copies, pairs, strict=True))
             columns = self._call(aten.permute.default, second, [1, 0])
             # scales of another kind than the level's are multiplied behind the product
@@ -56,7 +56,7 @@ class Quantiser:
             )
             out = node.meta["val"].dtype
             given = Product(first, columns, (one, other), matmul.bias, out, self._in_forward)
-            final = way.multiply(given, self._call)
+            final = kernel.multiply(given, self._call)
             self._become(matmul, final)
 
     def tidy(self, path: str) -> None:
@@ -68,11 +68,11 @@ class Quantiser:
         matmul.node.target, matmul.node.args = final.target, final.args
         self._graph.erase_node(final)
 
-    def _copy(self, operand: Operand, level: Level, way: Implementation) -> WithScale:
+    def _copy(self, operand: Operand, level: Level, kernel: Kernel) -> WithScale:
         """The converted operand, by row as the matmul reads it, else as the value lies in memory."""
         dtype = level.dtype_of(is_gradient=operand.is_gradient)
-        if way.value is not None and not operand.is_weight:
-            dtype = way.value
+        if kernel.value is not None and not operand.is_weight:
+            dtype = kernel.value
         key = operand.source, dtype, level.scale, operand.layout if level.by_row else ""
         if key not in self.copies or self._is_written(operand.source):
             first = len(self._call.added)

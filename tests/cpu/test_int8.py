@@ -19,7 +19,7 @@ import amp_fx.compiler.compiling
 from amp_fx._torch import make_fx, multiplies_int8, quantised_ops
 from amp_fx.passes import PassContext, ReadScales
 from amp_fx.precision.placement.profile import DeviceProfile
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from graphs import default_dtype, without_inductor
 from holding import Held
 from levels import error
@@ -83,7 +83,10 @@ def planned(run: Callable[..., Any], *args: Tensor) -> dict[str, str]:
     with without_inductor(), amp_fx.record() as recording:
         run(*args)
     rows = [row for plan in recording.plans for row in plan.nodes if row.flops]
-    ways = {row.module_path: [r.values["level"] for r in row.reasons if r.kind is Kind.LEVEL] for row in rows}
+    ways = {
+        row.module_path: [r.values["level"] for r in row.reasons if r.kind is ReasonKind.LEVEL]
+        for row in rows
+    }
     return {row.module_path: str((ways[row.module_path] or [row.dtype])[0]) for row in rows}
 
 

@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 
 import amp_fx
 from amp_fx.passes import PassContext
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.viz.words import summary
 from graphs import op_by_op
 from levels import INT8_CPU
@@ -62,7 +62,7 @@ def test_products_in_int8_read_and_return_fp32(options: dict[str, Any], ways: li
     assert not plan.casts
     rows = [row for row in plan.nodes if row.flops]
     assert {row.dtype for row in rows} == {torch.float32}
-    found = [[r.values["level"] for r in row.reasons if r.kind is Kind.LEVEL] for row in rows]
+    found = [[r.values["level"] for r in row.reasons if r.kind is ReasonKind.LEVEL] for row in rows]
     assert [each[0] if each else None for each in found] == ways
     assert [row.levels_below != {} for row in rows] == [way is not None for way in ways]
     assert summary(plan).startswith(f"{sum(way is not None for way in ways)} of 3 matmuls in int8")

@@ -75,18 +75,18 @@ class Calibration:
         return Cuts(self._graphs, self.sensitivity, self._opts)
 
     @functools.cached_property
-    def _ways(self) -> dict[float, Cuts]:
+    def _by_limit(self) -> dict[float, Cuts]:
         """How many times more a measured scale may add than those found in each call -> the cuts; fastest first."""
         measured = any(call.scales for graph in self.sensitivity.graphs for call in graph.calls)
         return {most: self._cuts.reading(most) for most in (*(_MORE if measured else ()), NEVER)}
 
     @property
     def _usual(self) -> Cuts:
-        return self._ways.get(_MORE[1], self._ways[NEVER])
+        return self._by_limit.get(_MORE[1], self._by_limit[NEVER])
 
     def _within(self, limit: float, aim: str) -> Choice[Placed]:
         """The cheapest placement found whose squared error is at most ``limit``."""
-        found = [cuts.within(limit, aim) for cuts in self._ways.values()]
+        found = [cuts.within(limit, aim) for cuts in self._by_limit.values()]
         return min(found, key=lambda each: (each.sensitivity > limit, each.time, each.sensitivity))
 
     @functools.cached_property
@@ -104,13 +104,13 @@ class Calibration:
             # the policy below 16 bits by itself: what is low as autocast has it, or nothing
             base = replace(plain, policy=replace(self._opts.policy, rules=()))
             plans = [graph.plan(replace(base, profile=graph.wide or "off")) for graph in self._graphs]
-            own = self._ways[NEVER]
+            own = self._by_limit[NEVER]
             own.write(plans, own.by_policy(own.placed(plans)))
             plans_of[LEVELS[self.sensitivity.level].policy] = plans
         return {name: self._predicted(plans, name) for name, plans in plans_of.items()}
 
     def _point(self, choice: Choice[Placed]) -> Point:
-        cuts = self._ways[choice.placement.most]
+        cuts = self._by_limit[choice.placement.most]
         return cuts.point(None, choice.placement, lambda: self._plans_of(choice.placement))
 
     def _predicted(self, plans: list[Plan], name: str | None = None) -> Point:
@@ -120,13 +120,13 @@ class Calibration:
 
     def _plans_of(self, choice: Placed) -> list[Plan]:
         """The plans of a placement, made by the passes."""
-        placements = self._cuts.placements(choice.labels)
+        placements = self._cuts.placements(choice.sides)
         plans = [
             graph.plan(replace(self._opts, sensitivity=replace(self.sensitivity, graphs=[found])), placement)
             for graph, found, placement in zip(self._graphs, self.sensitivity.graphs, placements, strict=True)
         ]
         if self.sensitivity.level:
-            self._ways[choice.most].write(plans, choice)
+            self._by_limit[choice.most].write(plans, choice)
         return plans
 
     @property
@@ -235,7 +235,7 @@ class Calibration:
         below = None
         if self.sensitivity.level:
             plans = self._known[LEVELS[self.sensitivity.level].policy].plan.plans
-            below = self._ways[NEVER].blame(self._ways[NEVER].placed(plans))
+            below = self._by_limit[NEVER].blame(self._by_limit[NEVER].placed(plans))
         return "\n".join(blame_lines(self.sensitivity, self._cuts.blame(), self._known, below))
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -20,9 +20,9 @@ from amp_fx.instruments.calibration.traced import Below, MeasuredGraph
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph
 from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Var
 from amp_fx.precision.placement.devices import resolve
-from amp_fx.precision.placement.priced import Choice, Labels, Priced, SensitivityTerm, choose_all
+from amp_fx.precision.placement.priced import Choice, Priced, SensitivityTerm, Sides, choose_all
 from amp_fx.precision.placement.tradeoff import BYTES, hull, within
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan import NodePlan, Plan, with_choice
 from amp_fx.precision.plans.plan_files import choose_plan, counterparts
 from amp_fx.precision.plans.sensitivity import (
@@ -43,9 +43,9 @@ class Placed:
     """Where everything in a model is."""
 
     #: of the first cut, for each priced graph or body
-    labels: list[Labels]
+    sides: list[Sides]
     #: of the second, for each graph
-    below: list[Labels]
+    below: list[Sides]
     #: which of these read by measured scales, see :meth:`Cuts.reading`
     most: float = NEVER
 
@@ -68,10 +68,10 @@ class Cuts:
         self._opts = opts
         self._most = NEVER
         #: (limit, aim) -> the first cut: budgets beyond torch.autocast's error have the same one
-        self._firsts: dict[tuple[float, str], Choice[list[Labels]]] = {}
+        self._firsts: dict[tuple[float, str], Choice[list[Sides]]] = {}
 
     def reading(self, most: float, plans: Sequence[Plan] = ()) -> Cuts:
-        """The same with the measured scales that add at most so much, ``fits``; or with those that plans have."""
+        """Cuts in which a call has its measured scales if they add at most ``most``, or if its plan has them."""
         graphs = []
         for graph in self._sensitivity.graphs:
             rows = _rows_of(plans, graph) if plans else {}
@@ -83,7 +83,7 @@ class Cuts:
             ]
             graphs.append(replace(graph, calls=calls))
         cuts = copy.copy(self)
-        # labels of the first cut are of one capture
+        # sides of the first cut are of one capture
         cuts._priced = self._priced
         cuts._sensitivity, cuts._most = replace(self._sensitivity, graphs=graphs), most
         return cuts
@@ -99,7 +99,7 @@ class Cuts:
 
     @functools.cached_property
     def _parts(self) -> list[PricedGraph]:
-        """The same in one list."""
+        """The priced graphs of all states in one list."""
         return [part for parts in self._priced for part in parts]
 
     @property
@@ -112,17 +112,17 @@ class Cuts:
         """Predicted error of torch.autocast; roundings that overflow are left out."""
         return math.sqrt(sum(part.autocast_sensitivity for part in self._parts))
 
-    def placements(self, labels: Sequence[Labels]) -> list[Placement]:
+    def placements(self, sides: Sequence[Sides]) -> list[Placement]:
         """The first cut in a form that holds for the same graphs captured again, one for each graph."""
-        rest = iter(labels)
+        rest = iter(sides)
         return [
             {name: at for part in parts for name, at in part.placement(next(rest)).items()}
             for parts in self._priced
         ]
 
-    def _below(self, labels: Sequence[Labels]) -> list[PricedMatmuls]:
+    def _below(self, sides: Sequence[Sides]) -> list[PricedMatmuls]:
         """The calls of each graph that may run below 16 bits, given the first cut."""
-        rows = zip(self._graphs, self._sensitivity.graphs, self.placements(labels), strict=True)
+        rows = zip(self._graphs, self._sensitivity.graphs, self.placements(sides), strict=True)
         return [
             _price_matmuls(
                 graph.below,
@@ -134,8 +134,8 @@ class Cuts:
 
     def point(self, name: str | None, placed: Placed, make: Callable[[], list[Plan]]) -> Point:
         """A placement with what it costs, and what makes its plans."""
-        parts = [*self._parts, *self._below(placed.labels)]
-        pairs = list(zip(parts, [*placed.labels, *placed.below], strict=True))
+        parts = [*self._parts, *self._below(placed.sides)]
+        pairs = list(zip(parts, [*placed.sides, *placed.below], strict=True))
         return Point(
             name=name,
             time=sum(part.priced.time(each) for part, each in pairs) * 1e-12 if self.is_timed else None,
@@ -148,7 +148,7 @@ class Cuts:
     def corners(self, most: int, aim: str) -> list[Choice[Placed]]:
         """Placements that no other beats in both error and what is minimised, by that."""
 
-        def corners_of(parts: Sequence[PricedGraph | PricedMatmuls]) -> list[Choice[list[Labels]]]:
+        def corners_of(parts: Sequence[PricedGraph | PricedMatmuls]) -> list[Choice[list[Sides]]]:
             priced = _prices(parts, aim)
             return hull(lambda weight: choose_all(priced, weight), most)
 
@@ -170,7 +170,7 @@ class Cuts:
         second = _prices(self._below(first.placement), aim)
         return self._both(first, within(second, limit - first.sensitivity))
 
-    def _first(self, limit: float, aim: str) -> Choice[list[Labels]]:
+    def _first(self, limit: float, aim: str) -> Choice[list[Sides]]:
         """The cut between fp32 and the low dtype.
 
         Where a level below was measured, what a budget allows beyond torch.autocast's error is for that, and all of it
@@ -184,7 +184,7 @@ class Cuts:
             self._firsts[limit, aim] = within(_prices(self._parts, aim), limit, known)
         return self._firsts[limit, aim]
 
-    def _both(self, first: Choice[list[Labels]], below: Choice[list[Labels]] | None = None) -> Choice[Placed]:
+    def _both(self, first: Choice[list[Sides]], below: Choice[list[Sides]] | None = None) -> Choice[Placed]:
         """Both cuts together; without the second, nothing is below 16 bits."""
         if below is None:
             below = Choice(0, 0.0, [{} for _ in self._graphs])
@@ -193,15 +193,15 @@ class Cuts:
 
     def placed(self, plans: Sequence[Plan]) -> Placed:
         """The values that plans have low, and below 16 bits; PlanError for plans of another model, or with more."""
-        labels: list[Labels] = []
-        below: list[Labels] = []
+        sides: list[Sides] = []
+        below: list[Sides] = []
         for parts, found in zip(self._priced, self._sensitivity.graphs, strict=True):
             rows = _rows_of(plans, found)
-            labels += [part.labels_in(rows) for part in parts]
-            below.append(self._labels_below(found, rows))
-        return Placed(labels, below, self._most)
+            sides += [part.sides_in(rows) for part in parts]
+            below.append(self._sides_below(found, rows))
+        return Placed(sides, below, self._most)
 
-    def _labels_below(self, measured: GraphSensitivity, rows: Mapping[str, NodePlan]) -> Labels:
+    def _sides_below(self, measured: GraphSensitivity, rows: Mapping[str, NodePlan]) -> Sides:
         """The matmuls of one graph that the rows of a plan run below 16 bits."""
         known = {(row.name, role) for row in measured.calls for role in row.roles}
         found: dict[Var, bool] = {}
@@ -220,28 +220,31 @@ class Cuts:
 
     def by_policy(self, placed: Placed) -> Placed:
         """The matmuls that the policy itself runs below 16 bits: those that gain time, or all if time is unknown."""
-        problems = [part.priced.base for part in self._below(placed.labels)]
-        below: list[Labels] = [dict.fromkeys(problem.unary, LOW) for problem in problems]
+        problems = [part.priced.base for part in self._below(placed.sides)]
+        below: list[Sides] = [dict.fromkeys(problem.unary, LOW) for problem in problems]
         if self.is_timed:
             below = choose_all([Priced(problem) for problem in problems], 0.0).placement
-        return Placed(placed.labels, below, self._most)
+        return Placed(placed.sides, below, self._most)
 
     def write(self, plans: Sequence[Plan], placed: Placed) -> None:
         """Writes into plans in which level their matmuls run, and what that adds to the error."""
         level = LEVELS[self._sensitivity.level]
-        priced = zip(self._sensitivity.graphs, self._below(placed.labels), placed.below, strict=True)
-        for plan, (measured, part, labels) in zip(plans, priced, strict=True):
+        priced = zip(self._sensitivity.graphs, self._below(placed.sides), placed.below, strict=True)
+        for plan, (measured, part, sides) in zip(plans, priced, strict=True):
             plan.meaning = level.name
             scales = {row.name: row.scales for row in measured.calls}
             rows = {row.name: row for row in plan.nodes}
             for var in part.priced.base.unary:
                 name, role = var  # type: ignore[misc]  # as PlaceLevels names them
                 error = math.sqrt(part.priced.sensitivity({var: LOW}))
-                if is_below := labels.get(var, HIGH) is LOW:
-                    why = Reason.of(Kind.LEVEL_ADDS, policy=level.policy, level=level.name, error=error)
+                if is_below := sides.get(var, HIGH) is LOW:
+                    why = Reason.of(ReasonKind.LEVEL_ADDS, policy=level.policy, level=level.name, error=error)
                 else:
                     why = Reason.of(
-                        Kind.LEVEL_WOULD_ADD, low=self._sensitivity.dtype, policy=level.policy, error=error
+                        ReasonKind.LEVEL_WOULD_ADD,
+                        low=self._sensitivity.dtype,
+                        policy=level.policy,
+                        error=error,
                     )
                 levels, reasons = with_choice(rows[name], role, level if is_below else None, why)
                 rows[name] = replace(rows[name], levels=levels, reasons=reasons)
@@ -251,11 +254,11 @@ class Cuts:
 
     def blame(self, placed: Placed | None = None) -> list[SensitivityTerm]:
         """The roundings of torch.autocast, or what a placement adds below 16 bits by operand, worst first."""
-        parts: list[tuple[Priced, Labels]] = [(part.priced, part.autocast) for part in self._parts]
+        parts: list[tuple[Priced, Sides]] = [(part.priced, part.autocast) for part in self._parts]
         if placed is not None:
-            priced = [part.priced for part in self._below(placed.labels)]
+            priced = [part.priced for part in self._below(placed.sides)]
             parts = list(zip(priced, placed.below, strict=True))
-        terms = [term for part, labels in parts for term in part.blame(labels)]
+        terms = [term for part, sides in parts for term in part.blame(sides)]
         return sorted(terms, key=lambda term: -term.sensitivity)
 
 

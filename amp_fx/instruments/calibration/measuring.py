@@ -100,16 +100,16 @@ class _Measured(fx.Interpreter):
             return self._note(n, run_measured(inner, self._meter, self._graph, given))
         if not isinstance(n.target, OpOverload):
             return self._note(n, super().run_node(n))
-        plan = label_of(n)
-        placed = None if plan is None or plan.op_class is OpClass.KEEP else plan
+        label = label_of(n)
+        placed = None if label is None or label.op_class is OpClass.KEEP else label
         read = {} if placed is None else self._aliases(n, placed)
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda source: read.get(source, self.env[source]))
         result = self._leaf(n, self._call(n, placed, args, kwargs))
         if in_place_target(n) is not None and isinstance(result, Tensor) and result.requires_grad:
             self._meter.writes[short_source(where(n))] = None
-        if plan is None or not self._is_observed(n, result):
+        if label is None or not self._is_observed(n, result):
             return result
-        key = self._graph, plan.name, ""
+        key = self._graph, label.name, ""
         if placed is not None and (known := self._known_of_view(n, placed, result)) is not None:
             self._keys[n] = self._meter.share(key, known)
             return result
@@ -118,29 +118,29 @@ class _Measured(fx.Interpreter):
         self._meter.observe(result, key)
         return result
 
-    def _known_of_view(self, n: fx.Node, plan: Label, result: Tensor) -> Key | None:
+    def _known_of_view(self, n: fx.Node, label: Label, result: Tensor) -> Key | None:
         """Where the sensitivity of a view's base is known: a view that repeats no element has the same."""
         found = [(slot, self.env[source]) for slot, _, source in slots(n)] if is_view(n) else []
         if len(found) != 1 or result.numel() > found[0][1].numel():
             return None
-        return self._meter.known((self._graph, plan.name, found[0][0]))
+        return self._meter.known((self._graph, label.name, found[0][0]))
 
-    def _call(self, n: fx.Node, plan: Label | None, args: Any, kwargs: Any) -> Any:
+    def _call(self, n: fx.Node, label: Label | None, args: Any, kwargs: Any) -> Any:
         """Runs a call so that it can be differentiated twice; fused kernels of attention cannot."""
-        if plan is not None and n.target is aten.scaled_dot_product_attention.default:
-            return _laid_out(attend(self._meter, (self._graph, plan.name), *args, **kwargs), n.meta["val"])
+        if label is not None and n.target is aten.scaled_dot_product_attention.default:
+            return _laid_out(attend(self._meter, (self._graph, label.name), *args, **kwargs), n.meta["val"])
         if sigma := self._noise_of.get(n):
             return smoothed(n, args[0], sigma)
-        if plan is not None and (linear := self._may_run_below(n, plan)):
+        if label is not None and (linear := self._may_run_below(n, label)):
             operands = args[linear.input], args[linear.weight]
-            result = multiply(self._meter, (self._graph, plan.name), *operands, by_rows=linear.by_rows)
+            result = multiply(self._meter, (self._graph, label.name), *operands, by_rows=linear.by_rows)
             bias = args[linear.bias] if linear.bias is not None and linear.bias < len(args) else None
             return result if bias is None else result + bias
-        if plan is not None and self._convolves_below(n, plan):
+        if label is not None and self._convolves_below(n, label):
             source = n.all_input_nodes[0]
             # where others add the value, they read it in uint8, too
             alike = self.env[source] if is_convolved(source) and additions_of(source) else None
-            args = (*convolve(self._meter, (self._graph, plan.name), args[0], args[1], alike), *args[2:])
+            args = (*convolve(self._meter, (self._graph, label.name), args[0], args[1], alike), *args[2:])
         if isinstance(n.target, OpOverload) and (constants := op_row(n).constants):
             # running statistics, weights of classes: no policy rounds these
             names = [argument.name for argument in n.target._schema.arguments]
@@ -157,18 +157,18 @@ class _Measured(fx.Interpreter):
         with sdpa_kernel([SDPBackend.MATH]):
             return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]  # an OpOverload
 
-    def _may_run_below(self, n: fx.Node, plan: Label) -> LinearForm | None:
+    def _may_run_below(self, n: fx.Node, label: Label) -> LinearForm | None:
         """How a call multiplies whose three matmuls are measured below 16 bits, each by itself."""
-        linear = linear_form(n) if self._meter.level is not None and plan.op_class is OpClass.LOW else None
+        linear = linear_form(n) if self._meter.level is not None and label.op_class is OpClass.LOW else None
         if linear is None:
             return None
         return linear if all(map(self._is_read, (n.args[linear.input], n.args[linear.weight]))) else None
 
-    def _convolves_below(self, n: fx.Node, plan: Label) -> bool:
+    def _convolves_below(self, n: fx.Node, label: Label) -> bool:
         """True for a convolution whose scale is being measured, or was."""
-        if n.target is not aten.conv2d.default or plan.op_class is not OpClass.LOW or n.kwargs:
+        if n.target is not aten.conv2d.default or label.op_class is not OpClass.LOW or n.kwargs:
             return False
-        known = self._meter.ranges is not None or (self._graph, plan.name) in self._meter.scales
+        known = self._meter.ranges is not None or (self._graph, label.name) in self._meter.scales
         return known and all(map(self._is_read, n.args[:2]))
 
     def _is_read(self, operand: Any) -> bool:
@@ -178,14 +178,14 @@ class _Measured(fx.Interpreter):
             return isinstance(value, Tensor) and value.dtype is torch.float32 and value.requires_grad
         return value is not None and self._is_observed(operand, value)
 
-    def _aliases(self, n: fx.Node, plan: Label) -> dict[fx.Node, Tensor]:
+    def _aliases(self, n: fx.Node, label: Label) -> dict[fx.Node, Tensor]:
         """The values that the call reads, each under a name of its own; a value's only reader needs none."""
         found: dict[fx.Node, Tensor] = {}
         for slot, _, source in slots(n):
             value = self.env[source]
             if not self._is_observed(source, value):
                 continue
-            key = self._graph, plan.name, slot
+            key = self._graph, label.name, slot
             if len(source.users) == 1 and source in self._keys:
                 self._meter.share(key, self._keys[source])
                 continue
@@ -279,7 +279,7 @@ class _Rounded(fx.Interpreter):
         return tree_map(lambda value: self._rounded(n, value), super().fetch_args_kwargs_from_env(n))
 
     def _rounded(self, n: fx.Node, value: Any) -> Any:
-        plan = label_of(n)
-        is_low = plan is not None and plan.op_class is OpClass.LOW
+        label = label_of(n)
+        is_low = label is not None and label.op_class is OpClass.LOW
         is_wide = isinstance(value, Tensor) and value.dtype is torch.float32
         return value.to(self._low).float() if is_low and is_wide else value

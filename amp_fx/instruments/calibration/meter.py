@@ -175,7 +175,8 @@ def _finite(sensitivity: float) -> float | None:
 def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) -> None:
     """Runs a step once: forward, backward and double backward of a program whose graphs ``run_measured`` runs.
 
-    ``probes`` vectors of random signs are drawn from the seed of the step; what they find is averaged.
+    ``probes`` vectors of random signs are drawn from the seed of the step; what they find is averaged. AmpFxError
+    for a loss whose gradient is zero or not finite.
     """
     parameters = [*step.parameters.values()]
     with _differentiable(meter), step.returned(program) as returned, torch.enable_grad():

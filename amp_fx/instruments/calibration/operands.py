@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from amp_fx.instruments.calibration.meter import Meter
-from amp_fx.instruments.calibration.ranges import Call, requantised, sample_stride
+from amp_fx.instruments.calibration.ranges import CallId, requantised, sample_stride
 from amp_fx.precision.plans.sensitivity import MEASURED, PROBABILITIES, RESULT, SCORES
 from amp_fx.precision.policy.levels import FORWARD, INPUT, WEIGHT, Level, Scale
 from amp_fx.precision.policy.scaled import run, scale_of, scaled
@@ -30,7 +30,7 @@ from amp_fx.precision.policy.scaled import run, scale_of, scaled
 
 def attend(
     meter: Meter,
-    call: Call,
+    call_id: CallId,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,13 +62,13 @@ def attend(
     read = torch.dropout(probabilities, dropout_p, True)
     read = read.view_as(read)
     result = read @ value
-    meter.observe_value(read, (*call, PROBABILITIES))
-    meter.observe_gradient(scores, (*call, SCORES))
+    meter.observe_value(read, (*call_id, PROBABILITIES))
+    meter.observe_gradient(scores, (*call_id, SCORES))
     if dropout_p and scores.device.type == "cpu":
-        meter.observe_gradient(read, (*call, PROBABILITIES))
-        meter.observe_value(scores, (*call, SCORES))
+        meter.observe_gradient(read, (*call_id, PROBABILITIES))
+        meter.observe_value(scores, (*call_id, SCORES))
     else:
-        _observe_stored(meter, call, scores, probabilities.detach(), result)
+        _observe_stored(meter, call_id, scores, probabilities.detach(), result)
     return result
 
 
@@ -77,7 +77,9 @@ def _softmax(scores: Tensor) -> Tensor:
     return torch.ops.aten._safe_softmax.default(scores, -1)
 
 
-def _observe_stored(meter: Meter, call: Call, scores: Tensor, probabilities: Tensor, result: Tensor) -> None:
+def _observe_stored(
+    meter: Meter, call_id: CallId, scores: Tensor, probabilities: Tensor, result: Tensor
+) -> None:
     """Case 3: an error d of the result changes the gradient of the scores by ``-probability * sum(gradient * d)``."""
     error, stride = meter.rounding(result)
     gradients: list[Tensor] = []
@@ -88,45 +90,45 @@ def _observe_stored(meter: Meter, call: Call, scores: Tensor, probabilities: Ten
 
     def add(second: Tensor) -> None:
         row = (second.detach() * probabilities).sum(-1, keepdim=True)
-        meter.add(meter.values, (*call, RESULT), row * gradients[0], error, stride)
+        meter.add(meter.values, (*call_id, RESULT), row * gradients[0], error, stride)
 
     result.register_hook(keep)
     meter.with_gradient(scores, lambda alias: alias.register_hook(add))
 
 
-def multiply(meter: Meter, call: Call, x: Tensor, weight: Tensor, *, by_rows: bool) -> Tensor:
+def multiply(meter: Meter, call_id: CallId, x: Tensor, weight: Tensor, *, by_rows: bool) -> Tensor:
     """``x @ weight.T`` if the rows of the weight are contracted, else ``x @ weight``; can be differentiated twice."""
-    x_here = _read_measured(meter, call, _observed(meter, call, x, FORWARD, "input", in_rows=True))
-    weight_here = _observed(meter, call, weight, FORWARD, "weight", in_rows=by_rows)
+    x_here = _read_measured(meter, call_id, _observed(meter, call_id, x, FORWARD, "input", in_rows=True))
+    weight_here = _observed(meter, call_id, weight, FORWARD, "weight", in_rows=by_rows)
     if meter.of_outputs:
         return x_here @ (weight_here.mT if by_rows else weight_here)
-    x_back = _observed(meter, call, x, WEIGHT, "input", in_rows=False)
-    weight_back = _observed(meter, call, weight, INPUT, "weight", in_rows=not by_rows)
-    return _Product.apply(x_here, weight_here, x_back, weight_back, (meter, call), by_rows)  # type: ignore[no-any-return]
+    x_back = _observed(meter, call_id, x, WEIGHT, "input", in_rows=False)
+    weight_back = _observed(meter, call_id, weight, INPUT, "weight", in_rows=not by_rows)
+    return _Product.apply(x_here, weight_here, x_back, weight_back, (meter, call_id), by_rows)  # type: ignore[no-any-return]
 
 
 def convolve(
-    meter: Meter, call: Call, x: Tensor, weight: Tensor, read_by_all: Tensor | None
+    meter: Meter, call_id: CallId, x: Tensor, weight: Tensor, read_by_all: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The operands of a convolution: a value by one scale, a weight by one for each channel of the result.
 
     ``read_by_all``: the value where others read it, too, as the convolution does.
     """
-    rows = _observed(meter, call, weight.flatten(1), FORWARD, "weight", in_rows=True)
+    rows = _observed(meter, call_id, weight.flatten(1), FORWARD, "weight", in_rows=True)
     x = x.view_as(x)
-    _read_measured(meter, call, x if read_by_all is None else read_by_all)
+    _read_measured(meter, call_id, x if read_by_all is None else read_by_all)
     return x, rows.view_as(weight)
 
 
-def _read_measured(meter: Meter, call: Call, alias: Tensor) -> Tensor:
+def _read_measured(meter: Meter, call_id: CallId, alias: Tensor) -> Tensor:
     """Observes what reading a value costs by the scale that was measured for it, or the values for such a scale."""
     if meter.ranges is not None:
-        meter.ranges.observe(call, alias.detach())
-    elif call in meter.scales:
+        meter.ranges.observe(call_id, alias.detach())
+    elif call_id in meter.scales:
         stride = sample_stride(alias.shape)
         sample = alias.detach().reshape(-1)[::stride]
-        error = (requantised(sample, meter.scales[call]) - sample).to(torch.bfloat16)
-        meter.weigh(alias, meter.roles, (*call, FORWARD, MEASURED), error, stride)
+        error = (requantised(sample, meter.scales[call_id]) - sample).to(torch.bfloat16)
+        meter.weigh(alias, meter.roles, (*call_id, FORWARD, MEASURED), error, stride)
     return alias
 
 
@@ -154,13 +156,15 @@ class _Product(torch.autograd.Function):
         return for_input @ (weight if ctx.by_rows else weight.mT), of_weight, None, None, None, None
 
 
-def _observed(meter: Meter, call: Call, value: Tensor, role: str, operand: str, *, in_rows: bool) -> Tensor:
+def _observed(
+    meter: Meter, call_id: CallId, value: Tensor, role: str, operand: str, *, in_rows: bool
+) -> Tensor:
     """An operand of one matmul, by itself: its gradient tells what a copy of it would cost there."""
     alias, level = value.view_as(value), meter.level
     if level is not None and (role != WEIGHT or level.weight_gradients):
         dtype = level.dtype_of(is_gradient=operand == "gradient")
         error, stride = scaled_error(value, dtype, level, in_rows=in_rows)
-        meter.weigh(alias, meter.roles, (*call, role, operand), error, stride)
+        meter.weigh(alias, meter.roles, (*call_id, role, operand), error, stride)
     return alias
 
 

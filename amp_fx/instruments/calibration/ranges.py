@@ -27,18 +27,18 @@ _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 #: a smaller range has no scale whose inverse is a number
 _LEAST = 2.0**-100
 #: graph, name of the call
-Call = tuple[int, str]
+CallId = tuple[int, str]
 
 
 @dataclass
 class Ranges:
     """The range of the first argument of each call that may run in int8, over all batches."""
 
-    lowest: dict[Call, float] = field(default_factory=dict)
-    highest: dict[Call, float] = field(default_factory=dict)
-    samples: dict[Call, list[Tensor]] = field(default_factory=dict)
+    lowest: dict[CallId, float] = field(default_factory=dict)
+    highest: dict[CallId, float] = field(default_factory=dict)
+    samples: dict[CallId, list[Tensor]] = field(default_factory=dict)
 
-    def observe(self, call: Call, value: Tensor) -> None:
+    def observe(self, call_id: CallId, value: Tensor) -> None:
         """Adds the value that a call reads in one batch."""
         if not value.numel():
             return
@@ -46,14 +46,14 @@ class Ranges:
         if math.isnan(low):
             # min and max would forget it
             low, high = -math.inf, math.inf
-        self.lowest[call] = min(low, self.lowest.get(call, 0.0))
-        self.highest[call] = max(high, self.highest.get(call, 0.0))
+        self.lowest[call_id] = min(low, self.lowest.get(call_id, 0.0))
+        self.highest[call_id] = max(high, self.highest.get(call_id, 0.0))
         stride = sample_stride(value.shape, _KEPT)
-        self.samples.setdefault(call, []).append(value.reshape(-1)[::stride].float())
+        self.samples.setdefault(call_id, []).append(value.reshape(-1)[::stride].float())
 
-    def scales(self) -> dict[Call, tuple[float, int]]:
+    def scales(self) -> dict[CallId, tuple[float, int]]:
         """Scale and zero point of what each call reads; none for a value that was zero, infinite or NaN."""
-        found: dict[Call, tuple[float, int]] = {}
+        found: dict[CallId, tuple[float, int]] = {}
         for call, samples in self.samples.items():
             low, high = self.lowest[call], self.highest[call]
             if _LEAST < high - low < math.inf:

@@ -145,7 +145,7 @@ class MeasuredGraph:
 
 
 class TargetGraph(MeasuredGraph):
-    """The same graph on a GPU, with that device's op lists; the GPU need not be in this machine.
+    """A measured graph on a GPU, with that device's op lists; the GPU need not be in this machine.
 
     What is done with it is done where :func:`amp_fx.explain` does it: in the process that compiles for the target.
     """
@@ -156,7 +156,7 @@ class TargetGraph(MeasuredGraph):
 
     @property
     def device_type(self) -> str:
-        """That of all targets."""
+        """The device type of all targets."""
         return "cuda"
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -114,7 +114,7 @@ class Verifier:
         return _said(f"two equal steps in float32 have results that are {apart:.1e} apart", apart, limit)
 
     def doubt_compiled(self, limit: float) -> str:
-        """The same, from a step that is compiled in float32, beside what float32 itself rounds."""
+        """A doubt from a step that is compiled in float32, whose distance is held against float32's own rounding."""
         known = [row for rows in self._states for row in rows if row.exact is not None]
         rounded = max((row.step.error(row.plain, row.exact or {}) for row in known), default=0.0)
         apart = self._fp32

@@ -152,7 +152,7 @@ class Comparison:
         return {"version": _VERSION, **_finite(as_data(own))}
 
     def to_json(self) -> str:
-        """The same as indented JSON text."""
+        """The comparison as indented JSON text."""
         return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import autocast_disabled, compile_id
-from amp_fx.compiler.compiling import Call
+from amp_fx.compiler.compiling import Invocation
 from amp_fx.compiler.rewriting import rewrite
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import CaptureError
@@ -141,7 +141,7 @@ class OneByOne(_Run):
             self.left_out.append(f"graph {compile_id()}: {error}")
             self.graphs.append(ProgramGraph(gm, ambient, {}, training=False))
             return gm.forward
-        training = Call(gm, example_inputs, ambient, Options()).training
+        training = Invocation(gm, example_inputs, ambient, Options()).training
         self.graphs.append(ProgramGraph(gm, ambient, results, training))
         return lambda *args: self._call(number, args)
 
@@ -170,7 +170,7 @@ class OneByOne(_Run):
 
 
 class Compiled(_Run):
-    """The same graphs, as they were traced, compiled by the backend, with values that are observed."""
+    """The traced graphs, compiled by the backend, with observed values."""
 
     def __init__(self, step: Step, opts: Options, graphs: Sequence[ProgramGraph], *, dynamic: bool) -> None:
         super().__init__(step, self._backend, dynamic=dynamic)
@@ -195,13 +195,13 @@ class Compiled(_Run):
             self.plans.append(Plan(compile_id()))
         return compiled
 
-    def add(self, call: Call, rewritten: fx.GraphModule, plan: Plan) -> Sequence[Tensor]:
+    def add(self, invocation: Invocation, rewritten: fx.GraphModule, plan: Plan) -> Sequence[Tensor]:
         """The next graph returns its values, and they are kept; see :class:`amp_fx.compiler.compiling.Watch`."""
         self._number = len(self.plans)
         self.plans.append(plan)
         names = self.graphs[self._number].results if self._number < len(self.graphs) else ()
-        gradients = call.training and not self.step.of_outputs
-        self._taps = tap(rewritten, names, call.example_inputs, gradients=gradients)
+        gradients = invocation.training and not self.step.of_outputs
+        self._taps = tap(rewritten, names, invocation.example_inputs, gradients=gradients)
         return list(self._taps.zeros.values())
 
     def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import torch
 
 from amp_fx.compiler.notices import outside_remedy
 from amp_fx.graphs.values import KNOWN_NAMESPACES
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.precision.plans.reading import unused_rules
 from amp_fx.precision.policy import OpClass, Policy
@@ -230,7 +230,9 @@ def _is_low(node: NodePlan | None) -> bool:
 
 def _untouched(plans: Sequence[Plan]) -> list[Advice]:
     """Matmuls that no pass looks at, because their values exist inside ``vmap`` or ``torch.func`` only."""
-    rows = [node for p in plans for node in p.untouched_matmuls if not node.is_because(Kind.TRANSFORMED)]
+    rows = [
+        node for p in plans for node in p.untouched_matmuls if not node.is_because(ReasonKind.TRANSFORMED)
+    ]
     if not rows:
         return []
     total = len(rows) + sum(len(plan.matmuls) for plan in plans)
@@ -316,7 +318,7 @@ def _unaligned(plans: Sequence[Plan]) -> list[Advice]:
 
 def _small(plans: Sequence[Plan]) -> list[Advice]:
     nodes = (node for plan in plans for node in plan.nodes if node.computed is torch.float32)
-    small = [node for node in nodes if node.is_because(Kind.CASTS_COST_MORE)]
+    small = [node for node in nodes if node.is_because(ReasonKind.CASTS_COST_MORE)]
     if not small:
         return []
     where = small[0].module_path or small[0].op

@@ -35,7 +35,7 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, listed_devices, tensors
 from amp_fx.instruments.reports.advice import starred
 from amp_fx.instruments.reports.outside import OutsideFlops
-from amp_fx.precision.plans.label import Kind, Label, Reason
+from amp_fx.precision.plans.label import Label, Reason, ReasonKind
 from amp_fx.precision.plans.plan import CastSum, Cost, ModuleCasts, Plan, dtype_name
 from amp_fx.precision.plans.reading import cast_plan, conversion, input_plan, node_plan
 from amp_fx.precision.policy import OpClass
@@ -109,7 +109,7 @@ class LoweredGraphs:
 
     @property
     def cost(self) -> Cost:
-        """Of all graphs."""
+        """The cost of all graphs together."""
         return cost_of(graph.lowered for graph in self.graphs)
 
 
@@ -159,7 +159,7 @@ def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Lev
         op=op_name(node.target) if isinstance(node.target, OpOverload) else target_name(node),
         module_path=module_path(node),
         op_class=OpClass.KEEP if dtype is None else op_class,
-        reasons=(Reason.of(Kind.GRADIENT, of=what, dtypes=read),),
+        reasons=(Reason.of(ReasonKind.GRADIENT, of=what, dtypes=read),),
         source=source_line(node),
         traced=dtype,
         low=low,

@@ -170,7 +170,7 @@ def markdown(title: str, first: str, calls: str, advice: Sequence[Advice], plans
 
 
 def _columns() -> int:
-    """Of a line: what the terminal has, if it is one."""
+    """The columns of a line: the terminal's, where the output is a terminal."""
     if not sys.stdout.isatty():
         return _WIDTH
     return max(40, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))

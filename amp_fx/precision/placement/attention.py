@@ -23,7 +23,7 @@ import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value, graph_inputs_of, is_parameter
 from amp_fx.precision.placement.profile import FLASH, FLASH_BLOCKS, FLASH_QUERY, DeviceProfile
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 
 #: share of the flash kernel's time from which products are taken: predictions are that good
 PAYS = 0.88
@@ -122,26 +122,26 @@ def operands(node: fx.Node) -> list[torch.Tensor]:
     return [source.meta["val"] for source in node.args[:3] if isinstance(source, fx.Node)]
 
 
-def refusal(node: fx.Node, *, training: bool) -> Kind | None:
+def refusal(node: fx.Node, *, training: bool) -> ReasonKind | None:
     """Why the products cannot compute a call, or nothing gains by it."""
     query, key, value = values = operands(node)
     if any(tensor.ndim != 4 for tensor in values):
-        return Kind.NO_HEADS
+        return ReasonKind.NO_HEADS
     is_single = isinstance(query.shape[-2], int) and query.shape[-2] == 1
     if is_single and training:
-        return Kind.QUERY_IN_TRAINING
+        return ReasonKind.QUERY_IN_TRAINING
     # the number of keys may be anything
     ends = [-1] if is_single and not argument_value(node, "is_causal") else [-2, -1]
     sizes = [size for tensor in values for size in (*tensor.shape[:2], *(tensor.shape[end] for end in ends))]
     if not all(isinstance(size, int) for size in sizes):
-        return Kind.UNKNOWN_SIZES
+        return ReasonKind.UNKNOWN_SIZES
     if any(isinstance(size, int) and size == 0 for tensor in values for size in tensor.shape):
-        return Kind.EMPTY
+        return ReasonKind.EMPTY
     if argument_value(node, "dropout_p"):
-        return Kind.DROPOUT
+        return ReasonKind.DROPOUT
     mask = argument_value(node, "attn_mask")
     is_learned = isinstance(mask, fx.Node) and any(map(is_parameter, graph_inputs_of(mask)))
     if training and is_learned and mask.meta["val"].is_floating_point():
         # then torch takes neither: it writes products itself
-        return Kind.LEARNED_MASK
-    return None if query.shape[-1] == key.shape[-1] == value.shape[-1] else Kind.UNEQUAL_WIDTHS
+        return ReasonKind.LEARNED_MASK
+    return None if query.shape[-1] == key.shape[-1] == value.shape[-1] else ReasonKind.UNEQUAL_WIDTHS

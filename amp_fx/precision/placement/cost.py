@@ -77,12 +77,12 @@ class CostModel:
 
     def is_external(self, node: fx.Node) -> bool:
         """True for calls that Inductor does not fuse with their neighbours."""
-        plan = label_of(node)
+        label = label_of(node)
         if self.is_input(node):
             return False
-        if plan is None or plan.op_class is OpClass.LOW or is_layout(node):
+        if label is None or label.op_class is OpClass.LOW or is_layout(node):
             return True
-        return plan.op_class is OpClass.KEEP and not isinstance(node.target, OpOverload)
+        return label.op_class is OpClass.KEEP and not isinstance(node.target, OpOverload)
 
     def is_stored(self, node: fx.Node) -> bool:
         """True for what is in memory whoever reads it: inputs, external results, views of either."""
@@ -111,8 +111,8 @@ class CostModel:
 
     def saves_input(self, reader: fx.Node) -> bool:
         """True where the backward of ``reader`` needs the value it reads, so that it is kept in memory."""
-        plan = label_of(reader)
-        computes = plan is not None and plan.op_class not in (OpClass.FOLLOW, OpClass.KEEP)
+        label = label_of(reader)
+        computes = label is not None and label.op_class not in (OpClass.FOLLOW, OpClass.KEEP)
         return self.training and computes and not has_trait(reader, Trait.LINEAR)
 
     def traffic(self, node: fx.Node, itemsize: int) -> int:

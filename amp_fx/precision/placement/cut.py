@@ -1,4 +1,4 @@
-"""Two labels for many values, exactly: one s-t minimum cut.
+"""Two sides for many values, exactly: one s-t minimum cut.
 
 Every value is stored in fp32 (``HIGH``) or in the low dtype (``LOW``). A :class:`Problem` says what each choice costs:
 per value, and per *conversion shared by several readers*, which is what makes the problem more than a sum of edges.
@@ -8,7 +8,7 @@ All terms are submodular, so the optimum is a minimum cut (source side = HIGH, s
 * "x is HIGH and at least one of r1..rk is LOW" costs c once: arcs ``x -> d`` (c) and ``d -> ri`` (infinite)
   through a gadget node d;
 * "x is LOW and at least one of r1..rk is HIGH": arcs ``e -> x`` (c) and ``ri -> e`` (infinite);
-* "a is HIGH implies b is HIGH": the infinite arc ``a -> b``; values with equal labels imply each other.
+* "a is HIGH implies b is HIGH": the infinite arc ``a -> b``; values with equal sides imply each other.
 
 The arcs are directed. The undirected single-gadget network that is sometimes used for shared conversions
 charges some of them twice and is not exact.
@@ -38,25 +38,25 @@ _SINK: Var = ("sink",)
 
 
 class ContradictionError(AmpFxError):
-    """Two constraints exclude each other: a value is pinned, directly or by implication, to both labels."""
+    """Two constraints exclude each other: a value is pinned, directly or by implication, to both sides."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """``cost`` is paid once if a reader has ``label`` and ``value`` (where given) has the other one.
+    """``cost`` is paid once if a reader has ``side`` and ``value`` (where given) has the other one.
 
     With a ``value`` this is a conversion shared by its readers; without one, a copy that must exist.
     """
 
     cost: int
-    label: bool
+    side: bool
     readers: tuple[Var, ...]
     value: Var | None = None
 
-    def is_paid(self, labels: Mapping[Var, bool]) -> bool:
-        """True where a labelling costs it; what has no label is HIGH."""
-        wanted = any(labels.get(reader, HIGH) is self.label for reader in self.readers)
-        return wanted and (self.value is None or labels.get(self.value, HIGH) is not self.label)
+    def is_paid(self, sides: Mapping[Var, bool]) -> bool:
+        """True where an assignment costs it; what has no side is HIGH."""
+        wanted = any(sides.get(reader, HIGH) is self.side for reader in self.readers)
+        return wanted and (self.value is None or sides.get(self.value, HIGH) is not self.side)
 
 
 @dataclass
@@ -65,17 +65,17 @@ class Problem:
 
     #: value -> (cost of HIGH, cost of LOW)
     unary: dict[Var, tuple[int, int]] = field(default_factory=dict)
-    #: values whose label is given
+    #: values whose side is given
     pins: dict[Var, bool] = field(default_factory=dict)
     #: conversions and copies
     shared: list[Shared] = field(default_factory=list)
     #: pairs (a, b): a HIGH implies b HIGH
     implies: list[tuple[Var, Var]] = field(default_factory=list)
-    #: value -> its label in a tie; HIGH where nothing is said
+    #: value -> its side in a tie; HIGH where nothing is said
     preferred: dict[Var, bool] = field(default_factory=dict)
 
     def add_unary(self, var: Var, high: int, low: int) -> None:
-        """Adds to the cost of one value's two labels."""
+        """Adds to the cost of one value's two sides."""
         before = self.unary.get(var, (0, 0))
         self.unary[var] = (before[0] + high, before[1] + low)
 
@@ -89,29 +89,29 @@ class Problem:
         found.update(*self.implies)
         return found
 
-    def cost(self, labels: Mapping[Var, bool]) -> int:
-        """The cost of a labelling, whether or not the constraints allow it; a variable without a label is HIGH."""
+    def cost(self, sides: Mapping[Var, bool]) -> int:
+        """The cost of an assignment, whether or not the constraints allow it; a variable without a side is HIGH."""
         unary = self.unary.items()
-        total = sum(high if labels.get(var, HIGH) is HIGH else low for var, (high, low) in unary)
-        return total + sum(term.cost for term in self.shared if term.is_paid(labels))
+        total = sum(high if sides.get(var, HIGH) is HIGH else low for var, (high, low) in unary)
+        return total + sum(term.cost for term in self.shared if term.is_paid(sides))
 
-    def allows(self, labels: Mapping[Var, bool]) -> bool:
-        """True where a labelling breaks no pin and no implication."""
-        found = {var: labels.get(var, HIGH) for var in self.variables()}
+    def allows(self, sides: Mapping[Var, bool]) -> bool:
+        """True where an assignment breaks no pin and no implication."""
+        found = {var: sides.get(var, HIGH) for var in self.variables()}
         implied = all(found[b] is HIGH for a, b in self.implies if found[a] is HIGH)
-        return implied and all(found[var] is label for var, label in self.pins.items())
+        return implied and all(found[var] is side for var, side in self.pins.items())
 
 
 def solve(problem: Problem) -> dict[Var, bool]:
-    """A labelling of least cost; among those, the one with the most values as preferred.
+    """An assignment of least cost; among those, the one with the most values as preferred.
 
-    ContradictionError where no labelling satisfies pins and implications together.
+    ContradictionError where no assignment satisfies pins and implications together.
     """
     costs, ties = _arcs(problem)
     high, low = nx.descendants(ties, _SOURCE), nx.ancestors(ties, _SINK)
     if high & low:
         var = min(high & low, key=str)
-        raise ContradictionError(f"{var!r} is pinned to both labels; drop one of the constraints.")
+        raise ContradictionError(f"{var!r} is pinned to both sides; drop one of the constraints.")
     ends = dict.fromkeys(high, _SOURCE) | dict.fromkeys(low, _SINK)
     capacities = Counter[tuple[Var, Var]]()
     for (a, b), cost in costs.items():
@@ -144,12 +144,10 @@ def _arcs(problem: Problem) -> tuple[Counter[tuple[Var, Var]], nx.DiGraph]:
     ties.add_nodes_from((*problem.variables(), _SOURCE, _SINK))
     ties.add_edges_from(problem.implies)
     ties.add_edges_from(
-        (_SOURCE, var) if label is HIGH else (var, _SINK) for var, label in problem.pins.items()
+        (_SOURCE, var) if side is HIGH else (var, _SINK) for var, side in problem.pins.items()
     )
     wishes = ((var, problem.preferred.get(var, HIGH)) for var in problem.variables())
-    costs = Counter[tuple[Var, Var]](
-        (_SOURCE, var) if label is HIGH else (var, _SINK) for var, label in wishes
-    )
+    costs = Counter[tuple[Var, Var]]((_SOURCE, var) if side is HIGH else (var, _SINK) for var, side in wishes)
     # one unit for each wish breaks ties
     scale = len(costs) + 1
     for var, (for_high, for_low) in problem.unary.items():
@@ -161,17 +159,17 @@ def _arcs(problem: Problem) -> tuple[Counter[tuple[Var, Var]], nx.DiGraph]:
         gadget: Var
         value, (gadget, *others) = term.value, term.readers
         if value is None:
-            value = _SOURCE if term.label is LOW else _SINK
+            value = _SOURCE if term.side is LOW else _SINK
         if others:
             gadget = ("gadget", number)
-            ties.add_edges_from(_towards(term.label, gadget, reader) for reader in term.readers)
-        costs[_towards(term.label, value, gadget)] += term.cost * scale
+            ties.add_edges_from(_towards(term.side, gadget, reader) for reader in term.readers)
+        costs[_towards(term.side, value, gadget)] += term.cost * scale
     return costs, ties
 
 
-def _towards(label: bool, a: Var, b: Var) -> tuple[Var, Var]:
+def _towards(side: bool, a: Var, b: Var) -> tuple[Var, Var]:
     """The arc from a to b where readers are LOW, and back where they are HIGH."""
-    return (a, b) if label is LOW else (b, a)
+    return (a, b) if side is LOW else (b, a)
 
 
 def _low_side(arcs: list[tuple[Var, Var, float]]) -> set[Var]:

@@ -33,7 +33,7 @@ from amp_fx.precision.placement.devices import builtin
 from amp_fx.precision.placement.gpus import NOMINAL
 from amp_fx.precision.placement.profile import DEVICE_TYPES, DeviceProfile
 from amp_fx.precision.plans.plan import dtype_name
-from amp_fx.precision.policy.levels import AUTO, Implementation, Level, level_named, levels_of
+from amp_fx.precision.policy.levels import AUTO, Kernel, Level, level_named, levels_of
 from amp_fx.runtime.state import cache_results
 
 logger = logging.getLogger(__name__)
@@ -130,24 +130,22 @@ class LevelCost:
         """Writes bytes by a scale that is known, in a kernel that has the value: 0.12 ns for an element on a CPU."""
         return self.moving(elements * (NARROW + self.arithmetic // 4))
 
-    def calling(
-        self, way: Implementation, sizes: Sequence[int | torch.SymInt], *, convolves: bool = False
-    ) -> int:
+    def calling(self, kernel: Kernel, sizes: Sequence[int | torch.SymInt], *, convolves: bool = False) -> int:
         """The cost of a call in the level beside one in the low dtype; sizes are rows, contracted, columns.
 
-        A time of its own, and that in which an implementation lays out the weight. A single row takes neither.
+        A time of its own, and that in which a kernel lays out the weight. A single row takes neither.
         """
         rows, *matrix = sizes
         if _is_one(rows):
             return 0
         known = [size for size in matrix if isinstance(size, int)]
-        lays_out = way.packs and len(known) == len(matrix)
+        lays_out = kernel.packs and len(known) == len(matrix)
         return _ps(self.call) // (1 + convolves) + lays_out * self.moving(2 * NARROW * math.prod(known))
 
-    def cheapest(self, ways: Sequence[Implementation], sizes: Sequence[int | torch.SymInt]) -> Implementation:
-        """The implementation that takes the least for a product of these sizes; of equal ones the first."""
+    def cheapest(self, kernels: Sequence[Kernel], sizes: Sequence[int | torch.SymInt]) -> Kernel:
+        """The kernel that takes the least for a product of these sizes; of equal ones the first."""
         gains = _is_one(sizes[0])
-        return min(ways, key=lambda way: self.calling(way, sizes) - gains * _ps(way.one_row))
+        return min(kernels, key=lambda kernel: self.calling(kernel, sizes) - gains * _ps(kernel.one_row))
 
 
 def _is_one(rows: int | torch.SymInt) -> bool:
@@ -186,7 +184,7 @@ def meaning(
 ) -> Meaning:
     """The meaning of a policy below 16 bits on a device; the log says once if it means autocast.
 
-    ``choice`` is the name of a level or of an implementation, or ``"auto"``. Without a profile, all that may run in the
+    ``choice`` is the name of a level or of a kernel, or ``"auto"``. Without a profile, all that may run in the
     level does.
     """
     if not levels_of(base, training=training):
@@ -194,7 +192,7 @@ def meaning(
     hardware = profile or (builtin(device) if device in DEVICE_TYPES else None)
     name = device if hardware is None else f"{device} {hardware.name}"
     level = auto_level(base, choice, device)
-    is_forced = profile is None and any(way.device == device for way in level.implementations)
+    is_forced = profile is None and any(kernel.device == device for kernel in level.kernels)
     if not is_forced and (hardware is None or level.rate not in hardware.peak):
         return as_autocast(f"{name} has no {level.policy} rate", level.policy)
     if not multiplies(level, device, choice):
@@ -222,15 +220,16 @@ def auto_level(base: str, choice: str, device: str, capability: tuple[int, int] 
 
 
 def multiplies(level: Level, device: str, choice: str = AUTO) -> bool:
-    """True where a device that has the rate has one of the implementations that are left to choose from."""
+    """True where a device that has the rate has one of the kernels that are left to choose from."""
     return any(
-        way.device in (None, device) and (way.capabilities is None or _capability(device) in way.capabilities)
-        for way in level.chosen(choice)
+        kernel.device in (None, device)
+        and (kernel.capabilities is None or _capability(device) in kernel.capabilities)
+        for kernel in level.chosen(choice)
     )
 
 
 def _capability(device: str) -> tuple[int, int] | None:
-    """Of a device by NVIDIA; None of others."""
+    """The compute capability of an NVIDIA device; None for other devices."""
     if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability()

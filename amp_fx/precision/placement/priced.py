@@ -17,8 +17,8 @@ import networkx as nx
 
 from amp_fx.precision.placement.cut import HIGH, Problem, Shared, Var, solve
 
-#: variable -> its label; what has none is HIGH
-Labels = Mapping[Var, bool]
+#: variable -> its side; what has none is HIGH
+Sides = Mapping[Var, bool]
 
 T = TypeVar("T")
 
@@ -34,11 +34,11 @@ class Choice(Generic[T]):
 
 @dataclass(frozen=True)
 class SensitivityTerm:
-    """``sensitivity`` is added if ``var`` has ``label`` and ``against`` (where given) has the other one."""
+    """``sensitivity`` is added if ``var`` has ``side`` and ``against`` (where given) has the other one."""
 
     #: what it adds to the squared relative error; infinite where something overflows
     sensitivity: float
-    label: bool
+    side: bool
     var: Var
     against: Var | None = None
     #: name of the call whose result, operand or, ``backward``, gradient is rounded
@@ -47,11 +47,11 @@ class SensitivityTerm:
     slot: str = ""
     backward: bool = False
 
-    def is_done(self, labels: Labels) -> bool:
-        """True where the labels round here."""
-        if labels.get(self.var, HIGH) is not self.label:
+    def is_done(self, sides: Sides) -> bool:
+        """True where the sides round here."""
+        if sides.get(self.var, HIGH) is not self.side:
             return False
-        return self.against is None or labels.get(self.against, HIGH) is not self.label
+        return self.against is None or sides.get(self.against, HIGH) is not self.side
 
 
 class Priced:
@@ -80,22 +80,22 @@ class Priced:
         self._start = 0
         self._start = self.time({}) if relative else 0
 
-    def choose(self, weight: float, pins: Labels = MappingProxyType({})) -> Choice[Labels]:
-        """The placement of least cost where some labels are given, which the constraints allow.
+    def choose(self, weight: float, pins: Sides = MappingProxyType({})) -> Choice[Sides]:
+        """The placement of least cost where some sides are given, which the constraints allow.
 
         ``weight`` is the time that a squared relative error of 1 is worth; infinite: the least sensitivity.
         """
-        labels = solve(self.problem(weight, pins))
-        return Choice(self.time(labels), self.sensitivity(labels), labels)
+        sides = solve(self.problem(weight, pins))
+        return Choice(self.time(sides), self.sensitivity(sides), sides)
 
-    def problem(self, weight: float, pins: Labels = MappingProxyType({})) -> Problem:
+    def problem(self, weight: float, pins: Sides = MappingProxyType({})) -> Problem:
         """The quantity that :meth:`choose` minimises."""
         base = self.base
         prices = [self._price(term.sensitivity, weight) for term in self.terms]
         # an overflow is dearer than everything else together
         beyond = self._all + sum(price for price in prices if price is not None)
         added = [
-            Shared(beyond if price is None else price, term.label, (term.var,), term.against)
+            Shared(beyond if price is None else price, term.side, (term.var,), term.against)
             for term, price in zip(self.terms, prices, strict=True)
         ]
         return Problem(base.unary, {**base.pins, **pins}, [*base.shared, *added], base.implies)
@@ -109,24 +109,24 @@ class Priced:
             return round(sensitivity / self._smallest) * self._all
         return round(sensitivity * weight * self._scale)
 
-    def time(self, labels: Labels) -> int:
+    def time(self, sides: Sides) -> int:
         """Time of a placement, whether or not the constraints allow it; casts that tie are left out."""
-        return self.base.cost(labels) // self._scale - self._start
+        return self.base.cost(sides) // self._scale - self._start
 
-    def sensitivity(self, labels: Labels) -> float:
+    def sensitivity(self, sides: Sides) -> float:
         """The squared relative error that a placement adds."""
-        return sum(term.sensitivity for term in self.terms if term.is_done(labels))
+        return sum(term.sensitivity for term in self.terms if term.is_done(sides))
 
-    def blame(self, labels: Labels) -> list[SensitivityTerm]:
+    def blame(self, sides: Sides) -> list[SensitivityTerm]:
         """The roundings of a placement, worst first."""
-        done = [term for term in self.terms if term.is_done(labels)]
+        done = [term for term in self.terms if term.is_done(sides)]
         return sorted(done, key=lambda term: -term.sensitivity)
 
-    def differing(self, first: Labels, second: Labels) -> set[Var]:
+    def differing(self, first: Sides, second: Sides) -> set[Var]:
         """The variables in which two placements differ."""
         return {var for var in self.base.variables() if first.get(var, HIGH) is not second.get(var, HIGH)}
 
-    def groups(self, first: Labels, second: Labels) -> list[set[Var]]:
+    def groups(self, first: Sides, second: Sides) -> list[set[Var]]:
         """The variables in which two placements differ, those together that constraints tie."""
         differ = self.differing(first, second)
         ties = nx.Graph()
@@ -134,31 +134,31 @@ class Priced:
         ties.add_edges_from((a, b) for a, b in self.base.implies if a in differ and b in differ)
         return list(nx.connected_components(ties))
 
-    def flipped(self, labels: Labels, group: set[Var]) -> tuple[float, float]:
-        """How time and sensitivity change when the variables of a group take their other labels."""
-        after = ChainMap({var: not labels.get(var, HIGH) for var in group}, labels)  # type: ignore[arg-type]  # only read
+    def flipped(self, sides: Sides, group: set[Var]) -> tuple[float, float]:
+        """How time and sensitivity change when the variables of a group take their other sides."""
+        after = ChainMap({var: not sides.get(var, HIGH) for var in group}, sides)  # type: ignore[arg-type]  # only read
         time = 0
         for var in group:
             high, low = self.base.unary.get(var, (0, 0))
             time += (high - low) if after[var] is HIGH else (low - high)
         copies = {id(term): term for var in group for term in self._shared_of.get(var, ())}
         terms = {id(term): term for var in group for term in self._terms_of.get(var, ())}
-        time += sum(term.cost * (term.is_paid(after) - term.is_paid(labels)) for term in copies.values())
-        sensitivity = sum(t.sensitivity * (t.is_done(after) - t.is_done(labels)) for t in terms.values())
+        time += sum(term.cost * (term.is_paid(after) - term.is_paid(sides)) for term in copies.values())
+        sensitivity = sum(t.sensitivity * (t.is_done(after) - t.is_done(sides)) for t in terms.values())
         return time / self._scale, sensitivity
 
 
-def choose_all(parts: Sequence[Priced], weight: float, pins: Sequence[Labels] = ()) -> Choice[list[Labels]]:
+def choose_all(parts: Sequence[Priced], weight: float, pins: Sequence[Sides] = ()) -> Choice[list[Sides]]:
     """The placement of several graphs of least time and weighted sensitivity; ``pins`` of each graph, or none."""
     pairs = zip(parts, pins or [{}] * len(parts), strict=True)
     return choice_of(parts, [part.choose(weight, each).placement for part, each in pairs])
 
 
-def choice_of(parts: Sequence[Priced], labels: Sequence[Labels]) -> Choice[list[Labels]]:
+def choice_of(parts: Sequence[Priced], sides: Sequence[Sides]) -> Choice[list[Sides]]:
     """A placement of several graphs with its time and sensitivity."""
-    pairs = list(zip(parts, labels, strict=True))
+    pairs = list(zip(parts, sides, strict=True))
     time = sum(part.time(each) for part, each in pairs)
-    return Choice(time, sum(part.sensitivity(each) for part, each in pairs), list(labels))
+    return Choice(time, sum(part.sensitivity(each) for part, each in pairs), list(sides))
 
 
 def _by_variable(rows: Iterable[tuple[T, tuple[Var | None, ...]]]) -> dict[Var, list[T]]:

@@ -5,7 +5,7 @@ convex hull of all placements; sensitivity falls along it as w grows. A placemen
 weight, and is not found so.
 
 :func:`within` searches there, too. Between the last corner beyond the limit and the first within it, a variable in
-which the two differ is given either label, and the same is done in both halves. No placement is cheaper than the line
+which the two differ is given either side, and the same is done in both halves. No placement is cheaper than the line
 between the two corners of its half. So a small problem is solved exactly; in a large one the search ends with the
 cheapest placement that it has seen.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from amp_fx.precision.placement.cut import HIGH, Var
-from amp_fx.precision.placement.priced import Choice, Labels, Priced, choice_of, choose_all
+from amp_fx.precision.placement.priced import Choice, Priced, Sides, choice_of, choose_all
 
 #: what a placement is to be the cheapest in
 MINIMISED = TIME, BYTES = "time", "bytes"
@@ -32,7 +32,7 @@ T = TypeVar("T")
 #: weight -> its corner
 Solve = Callable[[float], Choice[T]]
 
-Placement = Choice[list[Labels]]
+Placement = Choice[list[Sides]]
 
 
 def bracket(solve: Solve[T], limit: float) -> tuple[Choice[T] | None, Choice[T]]:
@@ -93,7 +93,7 @@ def _gap(cheap: Choice[T], exact: Choice[T], corners: list[Choice[T]]) -> float:
     return (exact.time - cheap.time) / span + ratio
 
 
-def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None = None) -> Placement:
+def within(parts: Sequence[Priced], limit: float, known: Sequence[Sides] | None = None) -> Placement:
     """The cheapest placement found of several graphs within ``limit``; if none is, that of least sensitivity.
 
     The limit is of the sum of their sensitivities; ``known``: a placement of each that may be within. Branch and bound:
@@ -111,7 +111,7 @@ def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None
     halves: list[tuple[float, int, list[dict[Var, bool]], Placement, Placement]] = []
 
     def look(pins: list[dict[Var, bool]]) -> Placement | None:
-        """Finds the corners around the limit where some variables have given labels; the best placement so far."""
+        """Finds the corners around the limit where some variables have given sides; the best placement so far."""
         beyond, inside = bracket(lambda weight: choose_all(parts, weight, pins), limit)
         found = [inside]
         if beyond is not None and inside.sensitivity <= limit:
@@ -132,9 +132,9 @@ def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None
             break
         _, _, pins, beyond, inside = heapq.heappop(halves)
         at, var = _dearest(parts, beyond, inside)
-        for label in (True, False):
+        for side in (True, False):
             best = (
-                look([{**each, var: label} if part == at else each for part, each in enumerate(pins)]) or best
+                look([{**each, var: side} if part == at else each for part, each in enumerate(pins)]) or best
             )
     return best
 
@@ -156,7 +156,7 @@ def _towards(parts: Sequence[Priced], limit: float, start: Placement, goal: Plac
 
     Then, as far as the limit allows, back again: first what gains the most time for its sensitivity.
     """
-    state = [dict(labels) for labels in start.placement]
+    state = [dict(sides) for sides in start.placement]
     total = start.sensitivity
     moves = [
         (at, group) for at, part in enumerate(parts) for group in part.groups(state[at], goal.placement[at])

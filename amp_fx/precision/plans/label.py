@@ -16,7 +16,7 @@ from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.levels import FORWARD, LEVELS, ROLES, Level, level_named
 
 
-class Kind(str, enum.Enum):
+class ReasonKind(str, enum.Enum):
     """The kind of a reason, as plans name it, and its sentence with the names of its values."""
 
     sentence: str
@@ -115,7 +115,12 @@ class Kind(str, enum.Enum):
 
 #: what rounding a call costs in accuracy
 SENSITIVITY = frozenset(
-    {Kind.ROUNDING_ADDS, Kind.ROUNDING_WOULD_ADD, Kind.ROUNDING_ADDS_UP_TO, Kind.ROUNDING_OVERFLOWS}
+    {
+        ReasonKind.ROUNDING_ADDS,
+        ReasonKind.ROUNDING_WOULD_ADD,
+        ReasonKind.ROUNDING_ADDS_UP_TO,
+        ReasonKind.ROUNDING_OVERFLOWS,
+    }
 )
 
 
@@ -123,11 +128,11 @@ SENSITIVITY = frozenset(
 class Reason:
     """One fact that has decided about a call, with values as JSON has them: texts and numbers."""
 
-    kind: Kind
+    kind: ReasonKind
     values: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def of(cls, kind: Kind, **values: Any) -> Reason:
+    def of(cls, kind: ReasonKind, **values: Any) -> Reason:
         """A reason whose values may be dtypes."""
         return cls(kind, as_data(values))
 
@@ -167,7 +172,7 @@ class Label:
     levels: dict[str, str] = field(default_factory=dict)
     scales: dict[str, tuple[float, int]] = field(default_factory=dict)
 
-    def is_because(self, *kinds: Kind) -> bool:
+    def is_because(self, *kinds: ReasonKind) -> bool:
         """True where a reason of one of these kinds is given."""
         return any(reason.kind in kinds for reason in self.reasons)
 
@@ -195,7 +200,7 @@ class Label:
 
     @property
     def precision(self) -> str:
-        """The name of that dtype, or an empty string."""
+        """The name of the dtype of the arithmetic (``computed``); an empty string where there is none."""
         return "" if self.computed is None else dtype_name(self.computed)
 
 

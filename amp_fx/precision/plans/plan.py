@@ -305,15 +305,15 @@ class Plan:
 
 
 def with_choice(
-    row: Label, role: str, level: Level | None, why: Reason
+    label: Label, role: str, level: Level | None, why: Reason
 ) -> tuple[dict[str, str], tuple[Reason, ...]]:
     """Levels and reasons of a call, with what was decided for one of its matmuls; None: it stays low, or in fp32.
 
     ``why`` takes the place of what a plan that was followed has said before.
     """
-    if row.low is None:
-        raise AssertionError(f"{row.name} multiplies, and has no low dtype")
-    above = torch.float32 if row.dtype is torch.float32 else row.low
+    if label.low is None:
+        raise AssertionError(f"{label.name} multiplies, and has no low dtype")
+    above = torch.float32 if label.dtype is torch.float32 else label.low
     name = dtype_name(above) if level is None else level.name
-    others = tuple(reason for reason in row.reasons if reason.values.get("role") != role)
-    return {**row.levels, role: name}, (*others, replace(why, values={"role": role, **why.values}))
+    others = tuple(reason for reason in label.reasons if reason.values.get("role") != role)
+    return {**label.levels, role: name}, (*others, replace(why, values={"role": role, **why.values}))

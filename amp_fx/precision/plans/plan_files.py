@@ -140,7 +140,7 @@ def _computes(row: NodePlan) -> bool:
 
 
 def _rows(plan: Plan) -> list[NodePlan]:
-    """Those of floating values, without literal numbers."""
+    """The rows of floating values, without literal numbers."""
     rows = [row for row in plan.nodes if row.traced is not None and row.op not in _LITERALS]
     return [row for row in rows if row.op != "full" or row.shape]
 
@@ -162,7 +162,7 @@ def _name(row: NodePlan) -> str:
 
 
 def _distance(plan: Plan, outline: Plan) -> tuple[bool, ...]:
-    """Of equal graphs: whether it was trained alike, has equal views, equal shapes, the same name, was as late."""
+    """Where a plan of an equal graph differs from an outline: training, views, shapes, name, turn."""
     # an outline has no copies of weights yet
     shapes, theirs = (
         Counter(given.shape for given in each.inputs if not given.copy_of) for each in (plan, outline)

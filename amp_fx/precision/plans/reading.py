@@ -110,7 +110,7 @@ def kept_plans(gm: fx.GraphModule, path: str = "") -> list[InputPlan]:
 
 
 def _name(node: fx.Node) -> str:
-    """Of a value; a copy of a weight that is made once has the name of what the graph is given."""
+    """The name of a value in a plan; a copy of a weight that is made once has the weight's name and a suffix."""
     kept = node.meta.get(KEPT_META)
     return node.name if kept is None else f"{kept.weight}{kept.suffix}"
 

@@ -24,7 +24,7 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.calls import arguments, tensor_nodes
 from amp_fx.graphs.values import is_eligible
 from amp_fx.precision.plans.files import as_data, decode_file, read_object, write_text
-from amp_fx.precision.plans.label import SENSITIVITY, Kind, Reason
+from amp_fx.precision.plans.label import SENSITIVITY, Reason, ReasonKind
 from amp_fx.precision.plans.plan import Plan, dtype_name
 from amp_fx.precision.plans.plan_files import choose_plan, counterparts
 from amp_fx.precision.policy.levels import FORWARD
@@ -124,7 +124,7 @@ class Sensitivity:
 
     @property
     def what(self) -> str:
-        """Of what it is the error, in words."""
+        """The value whose error is measured, in words."""
         return "gradient" if self.of == GRADIENTS else "output"
 
     def graph(self, outline: Plan) -> GraphSensitivity:
@@ -143,7 +143,7 @@ class Sensitivity:
 
     @classmethod
     def worst(cls, sensitivities: Sequence[Sensitivity]) -> Sensitivity:
-        """Of each rounding the largest sensitivity, for a model in several states; names are those of the last.
+        """The largest sensitivity of each rounding, for a model in several states; names are those of the last state.
 
         Raises PlanError where they are not about the same.
         """
@@ -257,7 +257,7 @@ def add_sensitivities(plans: Sequence[Plan], sensitivity: Sensitivity) -> dict[s
             row = plan.nodes[at := rows[call.name]]
             if row.is_because(*SENSITIVITY):
                 continue
-            adds = Reason.of(Kind.ROUNDING_ADDS_UP_TO, error=error)
-            why = Reason(Kind.ROUNDING_OVERFLOWS) if error is None else adds
+            adds = Reason.of(ReasonKind.ROUNDING_ADDS_UP_TO, error=error)
+            why = Reason(ReasonKind.ROUNDING_OVERFLOWS) if error is None else adds
             plan.nodes[at] = replace(row, reasons=(*row.reasons, why))
     return found

@@ -1,7 +1,7 @@
 """The precisions that a matmul may run in, and how a product in each is computed: rows of one table.
 
-A level is what differs between precisions: dtypes, scales, rate. An implementation is what differs between kernels for
-one precision: which calls it takes, what it costs, how it is written. A new one of either is a row, with arithmetic in
+A level has the facts of a precision: dtypes, scales, rate. A kernel has the facts of one computation in it: the calls
+that it takes, its cost, its code. A new one of either is a row, with arithmetic in
 ``scaled.py``. Scales come from the values at hand, in every call.
 
 rowwise: torchao's ``Float8LinearRecipeName.ROWWISE``, rowwise_gw_hp: its ``ROWWISE_WITH_GW_HP``, tensorwise: its
@@ -38,8 +38,8 @@ class Scale(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Implementation:
-    """A way to compute a product in a level; those that measure nothing differ in the order of roundings alone."""
+class Kernel:
+    """One computation of a product in a level. Kernels without measured scales differ in the order of roundings."""
 
     name: str  # what an option and the reason in a plan call it
     about: str = ""  # one line for whoever chooses
@@ -58,13 +58,13 @@ class Implementation:
     one_row: float = 0.0  # seconds that a call of a single row gains on the low dtype, beside the arithmetic
 
 
-_SCALED_MM = Implementation(name="scaled_mm")
+_SCALED_MM = Kernel(name="scaled_mm")
 # B200 and GB200, B300 and GB300: cuBLAS takes scales of blocks; torch._scaled_mm passes them on from torch 2.7 on
-_BLOCK_SCALED_MM = Implementation(name="scaled_mm", capabilities=((10, 0), (10, 3)))
+_BLOCK_SCALED_MM = Kernel(name="scaled_mm", capabilities=((10, 0), (10, 3)))
 _LARGEST_SUM = torch.iinfo(torch.int32).max
 #: for oneDNN
 _UNSIGNED = functools.partial(
-    Implementation, value=torch.uint8, device="cpu", keeps_weights=True, most=_LARGEST_SUM // (255 * 127)
+    Kernel, value=torch.uint8, device="cpu", keeps_weights=True, most=_LARGEST_SUM // (255 * 127)
 )
 _INT8_MM = (
     _UNSIGNED(
@@ -92,7 +92,7 @@ _INT8_MM = (
         one_row=20e-6,
     ),
     # aten._int_mm
-    Implementation(
+    Kernel(
         name="int8_signed",
         about="both operands are signed",
         multiply=int8_mm,
@@ -122,7 +122,7 @@ class Level:
     auto: tuple[tuple[int, int], ...] | None = None
     evaluated: str = ""  # the level that stands for it where nothing is differentiated; empty: itself
     of_weights: str = ""  # there, the level by which weights are scaled; empty: itself
-    implementations: tuple[Implementation, ...] = ()  # of equal costs the first counts
+    kernels: tuple[Kernel, ...] = ()  # of equal costs the first counts
 
     @property
     def by_row(self) -> bool:
@@ -133,13 +133,13 @@ class Level:
         """The dtype of an operand."""
         return self.gradient if is_gradient and self.gradient is not None else self.dtype
 
-    def chosen(self, choice: str) -> tuple[Implementation, ...]:
-        """The implementations that an option leaves: all, or the one of that name."""
-        return tuple(each for each in self.implementations if each.name == choice) or self.implementations
+    def chosen(self, choice: str) -> tuple[Kernel, ...]:
+        """The kernels that an option leaves: all, or the one of that name."""
+        return tuple(each for each in self.kernels if each.name == choice) or self.kernels
 
 
 _FP8 = functools.partial(
-    Level, dtype=torch.float8_e4m3fn, rate="float8_e4m3fn", policy="fp8", implementations=(_SCALED_MM,)
+    Level, dtype=torch.float8_e4m3fn, rate="float8_e4m3fn", policy="fp8", kernels=(_SCALED_MM,)
 )
 
 LEVELS = {
@@ -180,7 +180,7 @@ LEVELS = {
             block=32,
             powers=True,
             evaluated="rowwise",
-            implementations=(_BLOCK_SCALED_MM,),
+            kernels=(_BLOCK_SCALED_MM,),
         ),
         Level(
             name="int8",
@@ -191,7 +191,7 @@ LEVELS = {
             scale=Scale.ROW,
             trains=False,
             auto=(),
-            implementations=_INT8_MM,
+            kernels=_INT8_MM,
         ),
     )
 }
@@ -212,20 +212,20 @@ def levels_of(base: str, *, training: bool = False) -> dict[str, Level]:
 
 
 def choices_of(base: str) -> dict[str, str]:
-    """The values of a policy's option, each with its meaning: levels, and implementations where there are several."""
+    """The values of a policy's option, each with its meaning: levels, and kernels where there are several."""
     found: dict[str, str] = {}
     for level in levels_of(base).values():
         found[level.name] = level.about
-        if len(level.implementations) > 1:
+        if len(level.kernels) > 1:
             # a plan has what is measured
-            ways = (each for each in level.implementations if not each.measured)
-            found |= {each.name: f"as {level.name}: {each.about}" for each in ways}
+            kernels = (each for each in level.kernels if not each.measured)
+            found |= {each.name: f"as {level.name}: {each.about}" for each in kernels}
     return found
 
 
 def level_named(name: str) -> Level | None:
-    """The level of this name, or the one that has an implementation of this name; None where there is neither."""
-    with_it = (row for row in LEVELS.values() if name in (each.name for each in row.implementations))
+    """The level of this name, or the one that has a kernel of this name; None where there is neither."""
+    with_it = (row for row in LEVELS.values() if name in (each.name for each in row.kernels))
     return LEVELS.get(name) or next(with_it, None)
 
 

@@ -163,7 +163,7 @@ class Policy:
 
     @property
     def users_rules(self) -> tuple[Rule, ...]:
-        """Those that the user wrote: none in a name of another system."""
+        """The rules that the user wrote: none where the policy is a preset."""
         return self.rules if self.name is None else ()
 
     def matching(self, op_name: str, module_path: str) -> list[Rule]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,7 +29,7 @@ Marks = list[tuple[int, Tensor]]
 
 
 @dataclass
-class Step:
+class ScaledStep:
     """The findings of a scaler between two updates."""
 
     #: of the parameters of its graphs by id, in the order in which the graphs were called
@@ -58,6 +59,25 @@ class Step:
                 bad |= _bad(marks) & own.keys()
                 names |= {key: name for key, name in own.items() if key not in names}
         return list(dict.fromkeys(name for key, name in reversed(names.items()) if key in bad))
+
+
+@dataclass
+class ScalerState:
+    """State of a scaler that is in no checkpoint: a copy and a pickle begin it anew."""
+
+    process_group: dist.ProcessGroup | None = None
+    now: ScaledStep = field(default_factory=ScaledStep)
+    last: ScaledStep = field(default_factory=ScaledStep)
+    #: a graph uses this scaler; for good, as in-graph and outside scaling must not change sides in a step
+    in_graph: bool = False
+    #: a loss of this step was scaled before any graph used the scaler: the step goes on as it began
+    scaled_outside: bool = False
+    #: one has stepped what its graphs have scaled, and asked it before
+    is_asked: bool = False
+    #: what the last step of each optimizer found, and the last step in all; how many steps were skipped
+    found: weakref.WeakKeyDictionary[Optimizer, Tensor] = field(default_factory=weakref.WeakKeyDictionary)
+    last_found: Tensor | None = None
+    skipped: Tensor | None = None
 
 
 def _bad(marks: Marks) -> set[int]:

@@ -12,7 +12,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -23,26 +22,7 @@ from torch.optim import Optimizer
 
 from amp_fx._torch import BEFORE_STEP, UNTRACED, after_closure, update_scale
 from amp_fx.errors import ScalerError, did_you_mean
-from amp_fx.runtime.scaling.findings import Step, any_of, look, names_of, parameters_of
-
-
-@dataclass
-class _Here:
-    """State of a scaler that is in no checkpoint: a copy and a pickle begin it anew."""
-
-    process_group: dist.ProcessGroup | None = None
-    now: Step = field(default_factory=Step)
-    last: Step = field(default_factory=Step)
-    #: a graph uses this scaler; for good, as in-graph and outside scaling must not change sides in a step
-    in_graph: bool = False
-    #: a loss of this step was scaled before any graph used the scaler: the step goes on as it began
-    scaled_outside: bool = False
-    #: one has stepped what its graphs have scaled, and asked it before
-    is_asked: bool = False
-    #: what the last step of each optimizer found, and the last step in all; how many steps were skipped
-    found: weakref.WeakKeyDictionary[Optimizer, Tensor] = field(default_factory=weakref.WeakKeyDictionary)
-    last_found: Tensor | None = None
-    skipped: Tensor | None = None
+from amp_fx.runtime.scaling.findings import ScaledStep, ScalerState, any_of, look, names_of, parameters_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -101,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._name = name
         self._min_scale = min_scale
-        self._here = _Here(process_group)
+        self._here = ScalerState(process_group)
         _register(self, replace=True)
 
     @property
@@ -200,7 +180,7 @@ class GradScaler(torch.amp.GradScaler):
             super().update(new_scale)
         here.scaled_outside = False
         here.now.leaves.clear()
-        here.now, here.last = Step(), here.now
+        here.now, here.last = ScaledStep(), here.now
 
     # ---- what torch's methods ask ----
 
@@ -287,7 +267,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._here = _Here()
+        self._here = ScalerState()
         # a copy does not take the place of the living
         _register(self, replace=False)
 

@@ -30,7 +30,7 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 def _stored_weights(gm: fx.GraphModule, *, wide: bool) -> list[fx.Node]:
     """Inputs that hold parameters and buffers of known sizes which nobody writes to.
 
-    ``wide``: False leaves out what linears in fp32 read; packed, that would take twice a low copy.
+    ``wide``: False leaves out the weights of linears in fp32, which take twice the bytes of a low copy when packed.
     """
     left_out = set(storages_written_in(gm.graph))
     if not wide:
@@ -59,7 +59,7 @@ def _is_weight(node: fx.Node) -> bool:
 def with_weights(
     gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, mode: Mode
 ) -> WeightsGraph | None:
-    """Compiles a graph that is called with what is made of its weights; None where nothing is made of them.
+    """Compiles a graph to be called with values made of its weights; None where no value is made of weights.
 
     Raises:
         WeightsError: the weights become part of the code, and are fake: compiled for an absent GPU.
@@ -108,7 +108,7 @@ class LiftedGraph:
         return self._cache.of([args[at] for at in self._positions])
 
     def once(self, args: Sequence[Any]) -> list[Tensor]:
-        """The same, made for one call."""
+        """The values made of weights, for one call only."""
         return self._prepare([args[at] for at in self._positions])
 
     def run(self, args: Sequence[Any], prepared: Any) -> Any:

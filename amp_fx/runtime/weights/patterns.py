@@ -172,7 +172,7 @@ class _Patterns:
             self._graph.erase_node(node)
 
     def _channels(self, call: fx.Node) -> int | None:
-        """Of the weight of a convolution, or of a linear that gives a matrix, the dimension of the result's columns."""
+        """The dimension of the result's columns in the weight of a convolution, or of a linear that gives a matrix."""
         if call.target is aten.linear.default:
             return 0 if call.meta["val"].ndim == 2 else None
         if (

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import amp_fx
 from amp_fx import AmpFxError, Calibration, OptionsError, Plan, PlanError
 from amp_fx.precision.placement.profile import DeviceProfile
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.sensitivity import Sensitivity
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
@@ -125,7 +125,7 @@ def test_a_policy_with_sensitivity_places_as_a_plan_of_its_budget(gpt: nn.Module
     # another batch size and length
     (plan,) = followed(gpt, *tokens(3, rows=2, length=16), policy=policy, profile="off")
     assert low_calls([plan])
-    assert any(row.is_because(Kind.ROUNDING_WOULD_ADD) for row in plan.nodes)
+    assert any(row.is_because(ReasonKind.ROUNDING_WOULD_ADD) for row in plan.nodes)
     found = followed(gpt, *tokens(0), policy=policy, profile="off")
     assert low_calls(found) == low_calls(cal.plan(0.5, verify=False).plans)
 
@@ -225,7 +225,7 @@ def test_a_report_says_what_every_rounding_costs(tmp_path: Path) -> None:
     cal = amp_fx.calibrate(model, x, lambda out: out.square().mean(), profile="off")
     for given in (cal, str(cal.save(tmp_path / "sensitivity.json"))):
         report = amp_fx.explain(model, x, options={"profile": "off"}, sensitivity=given)
-        assert all(row.is_because(Kind.ROUNDING_ADDS_UP_TO) for row in report.plan.nodes)
+        assert all(row.is_because(ReasonKind.ROUNDING_ADDS_UP_TO) for row in report.plan.nodes)
         assert report.sensitivities[report.plan.graph].keys() == {row.name for row in report.plan.nodes}
         assert "to the error" in html.render(drawing(report))
     with pytest.raises(PlanError, match="relu"):

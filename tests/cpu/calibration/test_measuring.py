@@ -53,12 +53,12 @@ class OneLow(Pass):
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         for node in gm.graph.nodes:
-            plan = label_of(node)
-            if plan is None or plan.op_class is OpClass.KEEP or in_place_target(node) is not None:
+            label = label_of(node)
+            if label is None or label.op_class is OpClass.KEEP or in_place_target(node) is not None:
                 continue
-            plan.dtype = None if plan.traced is None else torch.float32
-            if plan.name == self.call_name:
-                plan.dtype, plan.takes, plan.op_class = plan.low, Takes.DTYPE, OpClass.PROMOTE
+            label.dtype = None if label.traced is None else torch.float32
+            if label.name == self.call_name:
+                label.dtype, label.takes, label.op_class = label.low, Takes.DTYPE, OpClass.PROMOTE
         return PassResult(self.call_name, 1)
 
 

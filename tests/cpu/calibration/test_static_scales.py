@@ -18,7 +18,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import amp_fx
 from amp_fx import CalibratedPlan
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.sensitivity import INPUT
 from measured_scales import PROFILE, calibrated, compiled, images, wrong
 
@@ -30,7 +30,7 @@ def test_without_kept_weights_scales_are_found_in_each_call(model: Any, plan: Ca
         got = compiled(model, replace(first, nodes=rows), weights="cast")(x)
     assert wrong(got, model, x) < 0.03
     reasons = [reason for row in recording.plans[0].nodes for reason in row.reasons]
-    assert [r.values["level"] for r in reasons if r.kind is Kind.LEVEL_PLANNED] == ["int8_signed"] * 2
+    assert [r.values["level"] for r in reasons if r.kind is ReasonKind.LEVEL_PLANNED] == ["int8_signed"] * 2
 
 
 @pytest.mark.parametrize("scale", [(0.0, 3), (math.nan, 3), (math.inf, 3), (0.1, 256)])

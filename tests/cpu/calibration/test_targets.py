@@ -15,7 +15,7 @@ import amp_fx
 from amp_fx import Calibration, Plan
 from amp_fx.instruments.targets import find_target
 from amp_fx.instruments.targets.process import TargetProcess
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.sensitivity import Sensitivity
 from amp_fx.precision.policy.levels import ROLES
 from graphs import known
@@ -173,7 +173,7 @@ def test_a_plan_with_fp8_for_a_target_is_followed_there() -> None:
 
 
 def wide(plan: Plan) -> set[str]:
-    return {row.name for row in plan.nodes if row.is_because(Kind.WIDE_RESULT)}
+    return {row.name for row in plan.nodes if row.is_because(ReasonKind.WIDE_RESULT)}
 
 
 @pytest.mark.usefixtures("op_by_op")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx.runtime.scaling import findings
-from amp_fx.runtime.scaling.findings import Step, _bad, look
+from amp_fx.runtime.scaling.findings import ScaledStep, _bad, look
 from scaled import INF, NAN
 
 FP32 = torch.float32
@@ -104,7 +104,7 @@ def test_nothing_is_written() -> None:
 def test_bad_parameters_are_named_by_graphs_then_by_optimizers_and_not_once_these_are_dead() -> None:
     graphs, own, gone = (parameter(torch.tensor([INF])) for _ in range(3))
     optimizer, dies = torch.optim.SGD([own, graphs]), torch.optim.SGD([gone])
-    step = Step()
+    step = ScaledStep()
     step.enter(["head", "good"], [graphs, good := parameter(torch.ones(1))])
     assert step.nonfinite() == ["head"], "before any optimizer looks"
     for each, parameters in ((optimizer, [own, graphs]), (dies, [gone])):

@@ -14,7 +14,7 @@ import amp_fx
 from amp_fx.instruments.reports.report import Report
 from amp_fx.instruments.targets.tracing import TracedGraph
 from amp_fx.precision.placement.level_cost import copy_traffic
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.policy.levels import FORWARD, LEVELS, WEIGHT
 from examples.gpt import Block, GPTConfig
 from small_models import Parts
@@ -216,7 +216,7 @@ def test_a_report_says_which_matmuls_of_forward_and_backward_are_in_fp8(report: 
     assert len(backward) >= 15
     assert {row.dtype for row in forward + backward} == {torch.bfloat16}
     for role in (FORWARD, WEIGHT):
-        why = Reason.of(Kind.LEVEL, role=role, policy="fp8", level="rowwise")
+        why = Reason.of(ReasonKind.LEVEL, role=role, policy="fp8", level="rowwise")
         assert all(why in row.reasons for row in forward)
     assert sum(row.flops for row in backward) > 1.8 * sum(row.flops for row in forward)
 

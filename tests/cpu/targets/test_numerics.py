@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx._torch import find_nonfinite_
 from amp_fx.instruments.targets.tracing import Tracer
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from examples.gpt import GPT, GPTConfig
 from generated import Code
 from holding import run_python
@@ -268,7 +268,7 @@ def test_a_step_with_a_result_in_fp32_is_as_exact_as_autocasts() -> None:
 @pytest.mark.slow
 def test_a_plan_whose_products_return_fp32_has_the_error_that_was_predicted() -> None:
     (plan,) = planned().plans
-    assert any(row.is_because(Kind.WIDE_RESULT) for row in plan.nodes)
+    assert any(row.is_because(ReasonKind.WIDE_RESULT) for row in plan.nodes)
     found, autocast = (step_errors("gpt", arm)[1] for arm in ("half the error", "autocast"))
     assert 0.9 < found / planned().point.error < 1.15
     assert found < 0.6 * autocast

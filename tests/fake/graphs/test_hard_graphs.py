@@ -20,7 +20,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from checks import agree
 from graphs import plans, rewrite
 
@@ -274,7 +274,7 @@ def test_a_program_is_what_it_is_eagerly(of: tuple[Any, ...]) -> None:
     has_gradients = program is not flex_attention_gets_what_it_was_traced_with
     with torch._dynamo.config.patch(unknown_sizes), torch.set_grad_enabled(has_gradients):
         found = agree(program, *(make() for make in given), **settings)
-    rows = [row for plan in found for row in plans(plan, op) if not row.is_because(Kind.NOT_ATEN)]
+    rows = [row for plan in found for row in plans(plan, op) if not row.is_because(ReasonKind.NOT_ATEN)]
     assert bool(rows) == bool(op)
     assert all(row.dtype in (BF16, torch.float16) for row in rows)
     for name, dtypes in calls.items():

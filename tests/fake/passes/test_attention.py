@@ -17,7 +17,7 @@ from amp_fx.passes import PassContext, run_passes
 from amp_fx.precision.placement.attention import PAYS, Attention, heads_at_once
 from amp_fx.precision.placement.devices import _CPUS, _cpu_profile
 from amp_fx.precision.placement.profile import DeviceProfile
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.policy import Policy
 from graphs import PIPELINE, calls_text, captured, op_by_op
@@ -52,7 +52,7 @@ def choice(
     device: str = "cpu",
     training: bool = True,
     **how: Any,
-) -> tuple[str, dict[Kind, dict[str, Any]]]:
+) -> tuple[str, dict[ReasonKind, dict[str, Any]]]:
     """What ``ChooseAttention`` has computed one call of attention by, empty where it says nothing; and all reasons."""
     # else sizes of an earlier call make these unknown
     torch._dynamo.reset()
@@ -65,38 +65,40 @@ def choice(
 def test_short_sequences_take_two_products_and_long_ones_the_flash_kernel() -> None:
     short, long, middle = heads(8, 12, 64, 32), heads(1, 16, 1024, 64), heads(4, 12, 256, 64)
     for (found, why), how, kind in (
-        (choice(short, short), "products", Kind.PRODUCTS),
-        (choice(long, long, is_causal=True), "flash", Kind.FLASH),
-        (choice(middle, middle, training=False), "flash", Kind.FLASH),
+        (choice(short, short), "products", ReasonKind.PRODUCTS),
+        (choice(long, long, is_causal=True), "flash", ReasonKind.FLASH),
+        (choice(middle, middle, training=False), "flash", ReasonKind.FLASH),
     ):
         assert (found, kind in why) == (how, True)
-        assert (why[Kind.PRODUCTS_TAKE]["share"] < PAYS) is (how == "products")
+        assert (why[ReasonKind.PRODUCTS_TAKE]["share"] < PAYS) is (how == "products")
 
 
 @pytest.mark.parametrize(
     ("query", "how", "why"),
     [
-        (heads(2, 4, 1, 32), {}, Kind.QUERY_IN_TRAINING),
-        (heads(2, 4, 64, 32), {"dropout_p": 0.1}, Kind.DROPOUT),
-        (torch.randn(4, 64, 32), {}, Kind.NO_HEADS),
-        (heads(0, 4, 64, 32), {}, Kind.EMPTY),
-        (heads(2, 4, 64, 32), {"numerics": "eager"}, Kind.AS_EAGER),
-        (heads(2, 4, 64, 32), {}, Kind.NO_RATES),
-        (heads(2, 4, 64, 32), {"policy": by_rule("flash")}, Kind.RULE),
+        (heads(2, 4, 1, 32), {}, ReasonKind.QUERY_IN_TRAINING),
+        (heads(2, 4, 64, 32), {"dropout_p": 0.1}, ReasonKind.DROPOUT),
+        (torch.randn(4, 64, 32), {}, ReasonKind.NO_HEADS),
+        (heads(0, 4, 64, 32), {}, ReasonKind.EMPTY),
+        (heads(2, 4, 64, 32), {"numerics": "eager"}, ReasonKind.AS_EAGER),
+        (heads(2, 4, 64, 32), {}, ReasonKind.NO_RATES),
+        (heads(2, 4, 64, 32), {"policy": by_rule("flash")}, ReasonKind.RULE),
     ],
     ids=["one query", "dropout", "three dimensions", "empty", "eager numerics", "no profile", "a rule"],
 )
-def test_the_flash_kernel_stays_and_the_plan_says_why(query: Tensor, how: dict[str, Any], why: Kind) -> None:
+def test_the_flash_kernel_stays_and_the_plan_says_why(
+    query: Tensor, how: dict[str, Any], why: ReasonKind
+) -> None:
     key = query if query.ndim == 3 else heads(len(query), 4, 64, 32)
     # without rates everything that may be low is low
     found, reasons = choice(query, key, profile=None, **how)
-    assert (found, {Kind.FLASH, why} <= reasons.keys()) == ("flash", True)
+    assert (found, {ReasonKind.FLASH, why} <= reasons.keys()) == ("flash", True)
 
 
 def test_a_cpu_whose_flash_kernel_was_not_measured_keeps_it() -> None:
     profile = DeviceProfile("other", "cpu", ZEN4.peak, ZEN4.bandwidth, ZEN4.launch)
     found, reasons = choice(*[heads(8, 12, 64, 32)] * 2, profile=profile)
-    assert (found, Kind.NO_FLASH_TIMES in reasons) == ("flash", True)
+    assert (found, ReasonKind.NO_FLASH_TIMES in reasons) == ("flash", True)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -117,7 +119,7 @@ def test_on_a_zen_5_products_are_chosen_for_a_head_of_1024_queries_and_not_of_20
 def test_a_rule_asks_for_products_whatever_they_take_and_nothing_is_said_on_cuda() -> None:
     long = [heads(1, 2, 1024, 64)] * 2
     found, reasons = choice(*long, policy=by_rule("products"))
-    assert (found, Kind.RULE in reasons) == ("products", True)
+    assert (found, ReasonKind.RULE in reasons) == ("products", True)
     assert choice(*[torch.randn(2, 4, 64, 32)] * 2, device="cuda", profile=None)[0] == ""
 
 

@@ -18,7 +18,7 @@ from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.keys import TRACED_META
 from amp_fx.graphs.regions import Region
 from amp_fx.passes import FuseCasts, PassContext, Verify
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from checks import agree
 from graphs import DEFAULTS, dynamo_graph, rewrite, run_until
 
@@ -85,7 +85,7 @@ def test_bits_that_are_read_are_those_of_the_traced_dtype(name: str, low: torch.
 def test_what_a_program_rounds_itself_before_it_reads_bits_stays_low() -> None:
     rewritten = rewrite(lambda x, w: (x @ w).to(BF16).view(torch.int16), X, W)
     assert rewritten.one("matmul").dtype is BF16
-    assert not rewritten.one("matmul").is_because(Kind.BITS)
+    assert not rewritten.one("matmul").is_because(ReasonKind.BITS)
     assert rewritten.outputs.shape == X.shape
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amp_fx.graphs.keys import TIED
 from amp_fx.passes import Classify, PinDtypes
-from amp_fx.precision.plans.label import Kind, Takes
+from amp_fx.precision.plans.label import ReasonKind, Takes
 from amp_fx.precision.policy import OpClass
 from checks import check
 from graphs import Rewritten, plans, run_until
@@ -129,7 +129,7 @@ def test_a_plan_row_says_where_it_comes_from() -> None:
     assert (row.low, row.traced, row.dtype, row.takes) == (BF16, torch.float32, None, Takes.DTYPE)
     assert row.source.endswith("return torch.matmul(x, w)  # this line")
     (reason,) = row.reasons
-    assert reason.kind is Kind.LISTED
+    assert reason.kind is ReasonKind.LISTED
     assert "listed by CPU autocast" in reason.values["why"]
 
 

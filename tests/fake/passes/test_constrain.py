@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx.passes import Constrain
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.precision.policy import OpClass
 from checks import DOWN, UP, check, checked
@@ -47,8 +47,8 @@ def normalised(eps: float) -> Program:
 
 
 #: what becomes of a product -> low dtype, program, the op that it is about
-HAZARDS: dict[Kind, dict[str, tuple[str, Program, str]]] = {
-    Kind.SCALAR_RANGE: {
+HAZARDS: dict[ReasonKind, dict[str, tuple[str, Program, str]]] = {
+    ReasonKind.SCALAR_RANGE: {
         "fill by the least of fp32": ("float16", filled(FP32_MIN), "masked_fill"),
         "fill beyond fp16": ("float16", filled(-1e9), "masked_fill"),
         "fill beyond bf16": ("bfloat16", filled(FP32_MIN), "masked_fill"),
@@ -58,7 +58,7 @@ HAZARDS: dict[Kind, dict[str, tuple[str, Program, str]]] = {
         "bound": ("float16", behind(lambda h: h.clamp(max=1e5)), "clamp"),
         "mask times a number": ("float16", lambda x, m: (1.0 - m) * -1e9 + x @ m, "mul"),
     },
-    Kind.TINY_EPS: {
+    ReasonKind.TINY_EPS: {
         "zero in fp16": ("float16", normalised(1e-8), "add"),
         "few digits in fp16": ("float16", normalised(1e-5), "add"),
         "zero in bf16": ("bfloat16", normalised(1e-39), "add"),
@@ -96,7 +96,7 @@ HARMLESS: dict[str, tuple[str, Program, str]] = {
 
 
 @pytest.mark.parametrize(("kind", "name"), [(k, name) for k, cases in HAZARDS.items() for name in cases])
-def test_a_hazard_runs_in_fp32_and_says_why(kind: Kind, name: str) -> None:
+def test_a_hazard_runs_in_fp32_and_says_why(kind: ReasonKind, name: str) -> None:
     dtype, program, op = HAZARDS[kind][name]
     row = constrained(program, op, X, W, dtype=dtype)
     assert row.op_class is OpClass.FP32
@@ -147,7 +147,7 @@ def test_exponentials_that_are_summed_run_in_fp32(dtype: str) -> None:
     casts = {("float32", dtype): 2, (dtype, "float32"): 1}
     dtypes = {"matmul": dtype, "exp": "float32", "sum": "float32", "div": "float32"}
     check(program, X, W, options={"dtype": dtype}, casts=casts, dtypes=dtypes)
-    assert constrained(program, "exp", X, W, dtype=dtype).is_because(Kind.EXP_SUM)
+    assert constrained(program, "exp", X, W, dtype=dtype).is_because(ReasonKind.EXP_SUM)
 
 
 def test_under_eager_numerics_only_what_eager_cannot_compute_moves() -> None:
@@ -172,7 +172,7 @@ def test_positions_offset_and_scaled_are_still_positions() -> None:
         return torch.matmul(t.unsqueeze(1), inv_freq.unsqueeze(0)).sin() + x
 
     row = constrained(angles, "matmul", torch.randn(512, 4), torch.randn(4), dtype="bfloat16")
-    assert row.is_because(Kind.POSITIONS)
+    assert row.is_because(ReasonKind.POSITIONS)
 
 
 READS: dict[str, Program] = {

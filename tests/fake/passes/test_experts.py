@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchRuntimeError
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from graphs import DEFAULTS, autocast_in
 from small_models import Mixture
 from targets import quick_ones
@@ -135,7 +135,7 @@ def test_rows_that_16_bits_cannot_align_stay_in_fp32(shapes: Shapes, call: str) 
     for options in ({}, {"policy": {"rules": [{"op": "_grouped_mm", "precision": "low"}]}}):
         ours, _, plan = compared(CALLS[call], shapes, options, None)
         (row,) = plan.matmuls
-        assert (row.dtype, row.is_because(Kind.NO_KERNEL)) == (torch.float32, True)
+        assert (row.dtype, row.is_because(ReasonKind.NO_KERNEL)) == (torch.float32, True)
         assert max(ours) < 1e-6
 
 

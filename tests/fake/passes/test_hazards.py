@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_fx.passes import Constrain
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.policy import OpClass
 from graphs import rewrite, run_until
 
@@ -96,7 +96,7 @@ def test_positions_are_found_however_they_are_spelled(source: str, steps: list[s
     given = torch.arange(FAR - 40, FAR)
     torch._dynamo.reset()
     rewritten = rewrite(program, FREQUENCIES, given)
-    [row] = [row for row in rewritten.plan.nodes if row.is_because(Kind.POSITIONS)]
+    [row] = [row for row in rewritten.plan.nodes if row.is_because(ReasonKind.POSITIONS)]
     assert row.dtype is torch.float32
     exact = program(FREQUENCIES.double(), given)
     error = (rewritten.outputs - exact).abs().max()
@@ -134,7 +134,7 @@ def _joined(x: Tensor) -> Tensor:
 def test_values_beside_integers_stay_low(program: Spelling) -> None:
     rewritten = run_until(Constrain, program, X, W, torch.tensor([0, 3, 1, 2]))
     assert [row.op_class for row in rewritten.plan.nodes if row.op_class is OpClass.LOW]
-    assert not any(row.is_because(Kind.POSITIONS) for row in rewritten.plan.nodes)
+    assert not any(row.is_because(ReasonKind.POSITIONS) for row in rewritten.plan.nodes)
 
 
 HUGE = 1e6

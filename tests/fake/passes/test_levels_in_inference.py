@@ -18,8 +18,8 @@ from amp_fx.compiler.settings import Options
 from amp_fx.graphs.keys import KEPT_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.instruments.reports import Report
-from amp_fx.passes import Given, PassContext, PlaceLevels, captured_passes, run_passes
-from amp_fx.precision.plans.label import Kind
+from amp_fx.passes import PassContext, PassSelection, PlaceLevels, captured_passes, run_passes
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.policy.levels import LEVELS
 from amp_fx.runtime.weights.lift import kept_copies, steps_to, weights_of
 from amp_fx.viz.model import drawing
@@ -52,7 +52,7 @@ def in_int8(gm: fx.GraphModule, **how: Any) -> Plan:
     """Multiplies in int8 all that may be, by weights of which copies are kept."""
     levels = PlaceLevels(LEVELS["int8"], "cpu", joint=False, **{"keeps_weights": True, **how})
     context = PassContext(folded=frozenset(node.name for node in gm.graph.find_nodes(op="placeholder")))
-    return run_passes(gm, captured_passes(Given(levels=levels)), context)
+    return run_passes(gm, captured_passes(PassSelection(levels=levels)), context)
 
 
 def run(model: nn.Module, x: Tensor, folder: Path, level: str = "rowwise", **others: Any) -> Rewritten:
@@ -145,7 +145,9 @@ def test_only_where_copies_live_across_calls_a_weight_is_packed_and_values_are_u
     with torch.no_grad():
         gm = captured(chain(64), torch.randn(6, 64))
     plan = in_int8(gm, keeps_weights=keeps)
-    assert [r.values["level"] for row in plan.nodes for r in row.reasons if r.kind is Kind.LEVEL] == [way]
+    assert [r.values["level"] for row in plan.nodes for r in row.reasons if r.kind is ReasonKind.LEVEL] == [
+        way
+    ]
     made = {node.meta["val"].dtype for node in calls(gm, aten.to.dtype)}
     assert made & {torch.uint8, torch.int8} == dtypes
 
@@ -159,9 +161,9 @@ def test_sums_of_bytes_that_may_overflow_are_not_made(contracted: int, way: str)
         gm = captured(chain(contracted), torch.randn(6, contracted))
     plan = in_int8(gm)
     first = next(row for row in plan.nodes if row.flops)
-    assert [r.values["level"] for r in first.reasons if r.kind is Kind.LEVEL] == [way] * bool(way)
+    assert [r.values["level"] for r in first.reasons if r.kind is ReasonKind.LEVEL] == [way] * bool(way)
     values = {"level": "int8_signed", "most": 133_144, "contracted": contracted, "role": "forward"}
-    assert [r.values for r in first.reasons if r.kind is Kind.LONG_SUM] == [values] * (not way)
+    assert [r.values for r in first.reasons if r.kind is ReasonKind.LONG_SUM] == [values] * (not way)
 
 
 @pytest.mark.parametrize(("channels", "fits"), [(1036, True), (1037, False)])
@@ -171,8 +173,8 @@ def test_a_convolution_contracts_the_window_of_the_channels_of_a_group(channels:
         gm = captured(nn.Sequential(*layers).eval(), torch.randn(1, 2 * channels, 8, 8))
     plan = in_int8(gm, scales=(("conv2d", (0.1, 128)),))
     first = next(row for row in plan.nodes if row.flops)
-    assert first.is_because(Kind.LEVEL) is fits
-    assert first.is_because(Kind.LONG_SUM) is not fits
+    assert first.is_because(ReasonKind.LEVEL) is fits
+    assert first.is_because(ReasonKind.LONG_SUM) is not fits
 
 
 def test_a_value_is_converted_once_for_all_that_read_it(tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_the_plan_knows_the_calls_as_before(tmp_path: Path) -> None:
     linears = [row for row in found.plan.nodes if row.flops]
     assert [row.levels for row in linears] == [{"forward": "rowwise"}] * 4
     assert {row.computed for row in linears} == {FP8}
-    assert all(row.is_because(Kind.LEVEL) for row in linears)
+    assert all(row.is_because(ReasonKind.LEVEL) for row in linears)
     # so that a call that follows the plan multiplies as it says
     assert found.plan.decides_levels
     names = {row.name for row in (*found.plan.nodes, *found.plan.casts, *found.plan.inputs)}

@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 
 from amp_fx.graphs.keys import KEPT_META, Kept
 from amp_fx.passes import (
-    Given,
     MarkCopies,
     MarkStored,
     PassContext,
+    PassSelection,
     captured_passes,
     run_in_order,
     run_passes,
@@ -47,7 +47,7 @@ def with_casts(model: nn.Module) -> tuple[fx.GraphModule, PassContext, dict[str,
     inputs = gm.graph.find_nodes(op="placeholder")
     weights = [node for node in inputs if isinstance(node.meta.get("example_value"), nn.Parameter)]
     context = PassContext(folded=frozenset(node.name for node in weights))
-    run_passes(gm, captured_passes(Given()), context)
+    run_passes(gm, captured_passes(PassSelection()), context)
     own = ("linear.weight", "linear.bias", "table.weight")
     names = {
         name: node.name

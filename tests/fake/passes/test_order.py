@@ -10,20 +10,20 @@ from typing import Any
 import expecttest
 
 from amp_fx import passes
-from amp_fx.passes import Given, captured_passes, joint_passes, package_passes
+from amp_fx.passes import PassSelection, captured_passes, joint_passes, package_passes
 from amp_fx.precision.policy.levels import LEVELS
 
 BELOW = passes.PlaceLevels(LEVELS["rowwise"], "cuda")
 EXPORT: dict[str, Any] = {"keep": passes.KeepWeights(()), "store": passes.MarkStored((), "tied")}
-REPLAYED = Given(place=passes.Replay({}), mark=passes.MarkMatmuls(planned=True))
+REPLAYED = PassSelection(place=passes.Replay({}), mark=passes.MarkMatmuls(planned=True))
 ORDERS = {
-    "default": captured_passes(Given()),
-    "inference": captured_passes(Given(caches_weights=True)),
-    "inference below 16 bits": captured_passes(Given(levels=BELOW, caches_weights=True)),
-    "export": captured_passes(Given(**EXPORT)),
-    "export below 16 bits": captured_passes(Given(**EXPORT, levels=BELOW)),
+    "default": captured_passes(PassSelection()),
+    "inference": captured_passes(PassSelection(caches_weights=True)),
+    "inference below 16 bits": captured_passes(PassSelection(levels=BELOW, caches_weights=True)),
+    "export": captured_passes(PassSelection(**EXPORT)),
+    "export below 16 bits": captured_passes(PassSelection(**EXPORT, levels=BELOW)),
     "plan, training below 16 bits": captured_passes(REPLAYED),
-    "sensitivity": captured_passes(Given(place=passes.PlaceBySensitivity({}))),
+    "sensitivity": captured_passes(PassSelection(place=passes.PlaceBySensitivity({}))),
     "joint": joint_passes({"cpu", "cuda"}),
     "joint, fp16 below 16 bits": joint_passes({"cuda"}, scale=passes.ScaleBackward(0), levels=BELOW),
     "joint, eager": joint_passes({"cpu"}, "eager"),

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_fx import Policy
-from amp_fx.passes import Given, PassContext, PlaceBySensitivity, captured_passes, run_passes
+from amp_fx.passes import PassContext, PassSelection, PlaceBySensitivity, captured_passes, run_passes
 from amp_fx.passes.forward.network import rounded
 from amp_fx.precision.placement.cut import HIGH, LOW
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import Plan
 from graphs import PIPELINE, captured
 from sensitivities import ARGS, CONTEXT, FAST_LOW, node_of, priced, sensed, spread, uniform, variance
@@ -38,7 +38,7 @@ def placed(
     for name in rows.keys() & (results or {}):
         rows[name].value = (results or {})[name]
     gm = captured(program, *args, low=low, device=device)
-    return run_passes(gm, captured_passes(Given(place=PlaceBySensitivity(rows, **goal))), context)
+    return run_passes(gm, captured_passes(PassSelection(place=PlaceBySensitivity(rows, **goal))), context)
 
 
 def test_a_budget_of_zero_gives_fp32_and_without_a_limit_what_is_cheapest_goes_low() -> None:
@@ -58,17 +58,17 @@ def by_rule(precision: str) -> PassContext:
     return PassContext(policy, profile=FAST_LOW, training=True)
 
 
-WIDE = Kind.WIDE_RESULT
+WIDE = ReasonKind.WIDE_RESULT
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BEYOND = {"budget": 100.0, "low": FP16}
 FELT = {"results": {"matmul": 1e-2, "conv1d": 1e-2}, "budget": 0.1}
 RISEN = {"sensitivity": {"exp": 0.0, "sum_1": 0.0}, "budget": 100.0, "program": softmax_by_hand}
 CUDA = {"device": "cuda"}
 #: what was measured -> how it is placed; calls, the dtypes in which they run, and why
-PLACED: dict[str, tuple[dict[str, Any], dict[str, tuple[torch.dtype, Kind | None]]]] = {
+PLACED: dict[str, tuple[dict[str, Any], dict[str, tuple[torch.dtype, ReasonKind | None]]]] = {
     "a rounding that is felt": (
         {"sensitivity": {"matmul": 1e-2}, "budget": 0.1},
-        {"matmul": (FP32, Kind.ROUNDING_WOULD_ADD), "matmul_1": (BF16, Kind.ROUNDING_ADDS)},
+        {"matmul": (FP32, ReasonKind.ROUNDING_WOULD_ADD), "matmul_1": (BF16, ReasonKind.ROUNDING_ADDS)},
     ),
     "a call that overflows": ({"sensitivity": {"matmul_1": None}, **BEYOND}, {"matmul_1": (FP32, None)}),
     # which is rounded where nothing is fused
@@ -110,7 +110,7 @@ def test_an_op_of_the_fp32_list_goes_low_where_that_is_harmless() -> None:
         if "linear" in row.name:
             row.value = 1e-6
     gm = captured(stream, *args, device="cuda")
-    plan = run_passes(gm, captured_passes(Given(place=PlaceBySensitivity(rows))), CONTEXT)
+    plan = run_passes(gm, captured_passes(PassSelection(place=PlaceBySensitivity(rows))), CONTEXT)
     low = {row.op for row in plan.nodes if row.dtype is torch.bfloat16}
     assert low >= {"layer_norm", "add.Tensor"}
 
@@ -118,7 +118,7 @@ def test_an_op_of_the_fp32_list_goes_low_where_that_is_harmless() -> None:
 def test_what_was_not_measured_is_as_autocast_has_it() -> None:
     plain, blind = (
         run_passes(captured(variance, *ARGS), pipeline, PassContext(training=True))
-        for pipeline in (PIPELINE, captured_passes(Given(place=PlaceBySensitivity({}))))
+        for pipeline in (PIPELINE, captured_passes(PassSelection(place=PlaceBySensitivity({}))))
     )
     assert [row.dtype for row in blind.nodes] == [row.dtype for row in plain.nodes]
 
@@ -138,5 +138,5 @@ def test_a_rule_and_a_plan_by_sensitivity_say_a_result_in_fp32_alike() -> None:
     assert theirs.reasons[-1] in ours.reasons
     # a plan that is followed is priced as it was chosen
     graph = priced(spread("cuda")[0], spread()[1])
-    labels = graph.labels_in({ours.name: ours})
-    assert (labels[node_of(ours.name)], labels[rounded(node_of(ours.name))]) == (LOW, HIGH)
+    sides = graph.sides_in({ours.name: ours})
+    assert (sides[node_of(ours.name)], sides[rounded(node_of(ours.name))]) == (LOW, HIGH)

@@ -18,7 +18,7 @@ from amp_fx.instruments.reports import Report
 from amp_fx.passes.levels.place_levels import _product_before
 from amp_fx.precision.placement.level_cost import as_autocast
 from amp_fx.precision.placement.profile import DeviceProfile
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.policy.levels import FORWARD
 from amp_fx.viz.words import summary
@@ -45,7 +45,7 @@ def test_forward_and_both_gradients_run_below_but_the_last_linear_does_not(tmp_p
     # the input of the first requires no gradient
     assert step.counts() == (2, 3)
     assert below(step.plan) == [True, True, False]
-    assert (Kind.LAST_LINEAR, FORWARD) in step.reasons()["layers.2"]
+    assert (ReasonKind.LAST_LINEAR, FORWARD) in step.reasons()["layers.2"]
     assert len(calls(step.backward, aten.mm.default)) == 2
     # the plan is kept, and told in the log
     assert Plan.from_json(step.plan.to_json()) == step.plan
@@ -79,7 +79,7 @@ def test_sizes_that_16_does_not_divide_stay_low_matmul_by_matmul(
 ) -> None:
     found = mlp(tmp_path, *sizes, tokens=tokens)
     assert found.counts() == (forward, backward)
-    assert forward or (Kind.INDIVISIBLE, FORWARD) in found.reasons()["layers.0"]
+    assert forward or (ReasonKind.INDIVISIBLE, FORWARD) in found.reasons()["layers.0"]
 
 
 def test_gradients_of_weights_stay_low_where_the_number_of_tokens_is_not_known(tmp_path: Path) -> None:
@@ -154,13 +154,13 @@ def test_the_cut_keeps_what_does_not_pay(tmp_path: Path) -> None:
     device = DeviceProfile("a device", "cpu", rates, bandwidth=1e11, launch=1e-5)
     found = mlp(tmp_path, 16, 32, 1024, 1024, 16, tokens=256, profile=device)
     assert below(found.plan) == [False, False, True, False]
-    assert (Kind.LEVEL_DEARER, FORWARD) in found.reasons()["layers.0"]
+    assert (ReasonKind.LEVEL_DEARER, FORWARD) in found.reasons()["layers.0"]
     device = replace(device, launch=1e-6)
     given = options(tmp_path, "rowwise", device)
     small = evaluated(Attention(32), torch.randn(4, 32), given)
     large = evaluated(Attention(512), torch.randn(2048, 512), given)
     assert not scaled(small)
-    assert small.plan.nodes[1].is_because(Kind.LEVEL_DEARER)
+    assert small.plan.nodes[1].is_because(ReasonKind.LEVEL_DEARER)
     assert len(scaled(large)) == 4
 
 
@@ -196,9 +196,9 @@ def test_marks_do_not_stay_in_the_users_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("width", "columns", "reason"),
     [
-        (24, 32, Reason.of(Kind.INDIVISIBLE, role=FORWARD, grain=16, sizes="24 x 32")),
-        (32, 40, Reason.of(Kind.INDIVISIBLE, role=FORWARD, grain=16, sizes="32 x 40")),
-        (32, 32, Reason.of(Kind.LAST_LINEAR, role=FORWARD)),
+        (24, 32, Reason.of(ReasonKind.INDIVISIBLE, role=FORWARD, grain=16, sizes="24 x 32")),
+        (32, 40, Reason.of(ReasonKind.INDIVISIBLE, role=FORWARD, grain=16, sizes="32 x 40")),
+        (32, 32, Reason.of(ReasonKind.LAST_LINEAR, role=FORWARD)),
     ],
 )
 def test_without_gradients_some_stay_low(tmp_path: Path, width: int, columns: int, reason: Reason) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from amp_fx import Policy
 from amp_fx.passes import PassContext, run_passes
 from amp_fx.precision.placement.profile import DeviceProfile
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import CastPlan, Plan
 from amp_fx.precision.policy import OpClass, table
 from checks import DOWN, UP, check, checked
@@ -111,7 +111,7 @@ def test_a_view_is_where_autocast_has_it_if_both_cost_the_same() -> None:
 
 def test_the_plan_says_why_a_value_is_where_it_is() -> None:
     found = rewrite(lambda x, w: x @ w[:, None].expand(2, 4, 8).reshape(8, 8), X, randn(2, 8))
-    assert found.one("expand").is_because(Kind.CHEAPER)
+    assert found.one("expand").is_because(ReasonKind.CHEAPER)
 
 
 def test_a_slice_is_cast_after_it_is_cut() -> None:
@@ -226,7 +226,7 @@ def test_policy_fast_rounds_nothing_that_the_same_kernel_reads_in_fp32() -> None
 def test_a_matmul_goes_low_where_it_gains_more_than_its_casts_cost() -> None:
     _, plan = place(F.linear, randn(1, 256), randn(256, 256), profile=FAST_LOW)
     assert plan.node("linear").dtype is torch.float32
-    assert plan.node("linear").is_because(Kind.CASTS_COST_MORE)
+    assert plan.node("linear").is_because(ReasonKind.CASTS_COST_MORE)
     assert not plan.changed
     gm, plan = place(F.linear, randn(4096, 256), randn(256, 256), profile=FAST_LOW)
     assert plan.node("linear").dtype is BF16
@@ -246,7 +246,7 @@ def test_between_products_in_fp32_nothing_is_rounded(training: bool) -> None:
     args = randn(64, 64), *(randn(64, 64) for _ in range(3))
     _, plan = place(gated, *args, profile=EMULATED, training=training)
     assert not plan.changed
-    assert {row.op for row in plan.nodes if row.is_because(Kind.IDLE)} == {"silu", "mul.Tensor"}
+    assert {row.op for row in plan.nodes if row.is_because(ReasonKind.IDLE)} == {"silu", "mul.Tensor"}
     _, plan = place(gated, *args, training=training)
     assert {row.dtype for row in plan.nodes} == {BF16}
 

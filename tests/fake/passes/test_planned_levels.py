@@ -18,7 +18,7 @@ import amp_fx
 from amp_fx import Plan, PlanError
 from amp_fx.precision.placement.level_cost import LevelCost
 from amp_fx.precision.placement.profile import DeviceProfile
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.precision.plans.plan_files import diff_plans
 from amp_fx.precision.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT
@@ -99,7 +99,7 @@ def test_a_plan_is_followed_whatever_policy_and_profile_say(made: Plan, given: d
     assert again.plan.meaning == "rowwise"
     assert [row.computed for row in again.plan.nodes if row.flops] == [FP8, FP8, FP8, BF16]
     reasons = again.reasons()["layers.0"]
-    assert [kind for kind, _ in reasons].count(Kind.LEVEL_PLANNED) == 2
+    assert [kind for kind, _ in reasons].count(ReasonKind.LEVEL_PLANNED) == 2
     # what is followed once more does not say it twice
     assert given or sorted(step(again.plan).reasons()["layers.0"]) == sorted(reasons)
 
@@ -115,7 +115,7 @@ def test_any_choice_is_followed_to_the_letter(made: Plan, linears: Sequence[Sequ
     chosen = [role for each in linears for role in each]
     assert found.counts() == (chosen.count(FORWARD), len(chosen) - chosen.count(FORWARD))
     assert [set(each) for each in roles(found.plan)] == [set(each) for each in linears]
-    assert all(row.is_because(Kind.PLANNED_LOW) for row in found.plan.nodes if row.flops)
+    assert all(row.is_because(ReasonKind.PLANNED_LOW) for row in found.plan.nodes if row.flops)
 
 
 def test_a_plan_with_nothing_below_runs_nothing_there_under_policy_fp8(made: Plan, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_other_numbers_of_tokens_keep_gradients_of_weights_low_and_say_so(made: 
     assert found.counts() == (3, 2)
     assert roles(found.plan) == [(FORWARD,), (FORWARD, INPUT), (FORWARD, INPUT), ()]
     given = {"grain": 16, "sizes": "64 x 24 x 32", "planned": "fp8"}
-    assert Reason.of(Kind.INDIVISIBLE, role=WEIGHT, **given) in found.plan.node("linear").reasons
+    assert Reason.of(ReasonKind.INDIVISIBLE, role=WEIGHT, **given) in found.plan.node("linear").reasons
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert any("linear" in text for text in warned)
 
@@ -246,7 +246,7 @@ def test_a_policy_with_sensitivity_runs_below_what_the_plan_of_the_same_budget_d
         assert found.plan.meaning == "tensorwise"
         below.append(sum(found.counts()))
         if budget == 4:
-            assert any(row.is_because(Kind.LEVEL_OVER_BUDGET) for row in found.plan.nodes)
+            assert any(row.is_because(ReasonKind.LEVEL_OVER_BUDGET) for row in found.plan.nodes)
     assert 0 == below[0] < below[1] < below[2] == 8
     with torch.no_grad():
         found = mlp({**options(tmp_path), "policy": policy})

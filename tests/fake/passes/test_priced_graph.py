@@ -39,7 +39,7 @@ def measured(draw: st.DrawFn) -> Rows:
 
 
 def every(problem: Problem) -> Iterator[dict[Var, bool]]:
-    """All labellings that the pins allow."""
+    """All assignments that the pins allow."""
     free = sorted(problem.variables() - problem.pins.keys(), key=str)
     assert len(free) <= 14
     for choice in itertools.product([True, False], repeat=len(free)):
@@ -64,7 +64,7 @@ def test_nothing_within_a_budget_moves_fewer_bytes(rows: Rows, budget: float, de
     found = within([aim], limit, [graph.autocast])
     assert found.sensitivity <= limit * (1 + 1e-9)
     allowed = filter(aim.base.allows, every(aim.base))
-    assert found.time == min(aim.time(labels) for labels in allowed if aim.sensitivity(labels) <= limit)
+    assert found.time == min(aim.time(sides) for sides in allowed if aim.sensitivity(sides) <= limit)
 
 
 @settings(max_examples=40, deadline=None)
@@ -88,9 +88,9 @@ def test_the_sensitivity_of_a_placement_is_the_sum_of_the_roundings_that_happen(
 Term = tuple[str, str, bool]
 
 
-def blamed(graph: PricedGraph, labels: Mapping[Var, bool]) -> set[Term]:
+def blamed(graph: PricedGraph, sides: Mapping[Var, bool]) -> set[Term]:
     """(call, slot, whether a gradient) of every rounding that happens in a placement."""
-    return {(term.call, term.slot, term.backward) for term in graph.priced.blame(labels)}
+    return {(term.call, term.slot, term.backward) for term in graph.priced.blame(sides)}
 
 
 def charged(gm: fx.GraphModule, rows: Rows | None = None) -> set[Term]:
@@ -202,5 +202,5 @@ def test_the_bias_of_a_result_in_fp32_is_added_as_it_is() -> None:
     graph = priced(gm, uniform(gm))
     (linear,) = (node for node in gm.graph.nodes if node.name == "linear")
     low = dict.fromkeys(graph.priced.base.variables(), LOW) | dict.fromkeys(graph.priced.base.pins, HIGH)
-    plain, wide = (blamed(graph, {**low, rounded(linear): label}) for label in (LOW, HIGH))
+    plain, wide = (blamed(graph, {**low, rounded(linear): side}) for side in (LOW, HIGH))
     assert plain - wide == {("linear", "", False), ("linear", "bias", False)}

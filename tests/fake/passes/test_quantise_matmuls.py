@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from amp_fx.passes import PassContext, PassResult, QuantiseMatmuls
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.policy.levels import NARROW_DTYPES, levels_of
 from levels import MLP, Step, calls, emulating_blocks, lies_right, lowered, options
 from small_models import Parts
@@ -192,4 +192,4 @@ def test_a_number_of_tokens_that_is_not_known_has_no_scales_of_blocks(tmp_path: 
     found = emulated(tmp_path, 32, 64, 64, 16, tokens=64, dynamic=True)
     assert found.counts() == (0, 0)
     first = next(row for row in found.plan.nodes if row.flops)
-    assert first.is_because(Kind.UNKNOWN_ROWS)
+    assert first.is_because(ReasonKind.UNKNOWN_ROWS)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.policy import OpClass
 from checks import agree
 from graphs import rewrite
@@ -138,4 +138,4 @@ def test_other_norms_are_as_the_list_has_them(order: Any) -> None:
     (row,) = [row for row in rewritten.plan.nodes if row.op.startswith("linalg_matrix_norm")]
     assert (row.op_class, row.dtype) == (OpClass.PROMOTE, BF16)
     vector = rewrite(lambda x, w: torch.linalg.norm(x @ w, 2, dim=-1), X, W).one("linalg_norm")
-    assert not vector.is_because(Kind.NO_KERNEL)
+    assert not vector.is_because(ReasonKind.NO_KERNEL)

@@ -75,9 +75,9 @@ def test_a_call_that_reads_a_step_of_another_dtype_is_named() -> None:
 
 def test_a_dtype_other_than_the_planned_one_is_named() -> None:
     gm, matmul = ready()
-    plan = label_of(matmul)
-    assert plan is not None
-    plan.dtype = torch.float16
+    label = label_of(matmul)
+    assert label is not None
+    label.dtype = torch.float16
     refused(gm, r"matmul .*torch\.float16.*torch\.bfloat16")
 
 

@@ -23,7 +23,7 @@ from amp_fx.precision.policy.levels import LEVELS
 
 VALUES = 7
 values = st.integers(0, VALUES - 1)
-labels = st.sampled_from([HIGH, LOW])
+sides = st.sampled_from([HIGH, LOW])
 costs = st.integers(0, 6)
 readers = st.lists(values, min_size=1, max_size=4, unique=True).map(tuple)
 
@@ -32,12 +32,12 @@ readers = st.lists(values, min_size=1, max_size=4, unique=True).map(tuple)
 def problems(draw: st.DrawFn) -> Problem:
     """Random placements: unary costs, pins, shared conversions and copies, slots, groups, implications."""
     problem = Problem(
-        pins=draw(st.dictionaries(values, labels, max_size=3)),
-        shared=draw(st.lists(st.builds(Shared, costs, labels, readers, st.none() | values), max_size=12)),
+        pins=draw(st.dictionaries(values, sides, max_size=3)),
+        shared=draw(st.lists(st.builds(Shared, costs, sides, readers, st.none() | values), max_size=12)),
         implies=draw(st.lists(st.tuples(values, values), max_size=3)),
-        preferred=draw(st.dictionaries(values, labels)),
+        preferred=draw(st.dictionaries(values, sides)),
     )
-    # equal labels
+    # equal sides
     for a, b in draw(st.lists(st.tuples(values, values), max_size=2)):
         problem.implies += [(a, b), (b, a)]
     for value in range(VALUES):
@@ -57,8 +57,8 @@ def brute_force(problem: Problem) -> tuple[int, int] | None:
 
 
 def granted(problem: Problem, found: Mapping[Hashable, bool]) -> int:
-    """How many values have the label that they prefer."""
-    return sum(label == problem.preferred.get(value, HIGH) for value, label in found.items())
+    """How many values have the side that they prefer."""
+    return sum(side == problem.preferred.get(value, HIGH) for value, side in found.items())
 
 
 @settings(max_examples=200, deadline=None)
@@ -114,7 +114,7 @@ def arcs_of_a_graph(size: int, monkeypatch: pytest.MonkeyPatch) -> int:
         if rng.random() < 0.3:
             problem.pins[value] = rng.random() < 0.5
         readers = tuple(min(size - 1, value + rng.randrange(1, 8)) for _ in range(rng.randrange(1, 4)))
-        problem.shared += [Shared(rng.randrange(100), label, readers, value) for label in (HIGH, LOW)]
+        problem.shared += [Shared(rng.randrange(100), side, readers, value) for side in (HIGH, LOW)]
     with monkeypatch.context() as patch:
         patch.setattr(nx, "minimum_cut", lambda graph, *ends: arcs.append(graph.size()) or cut(graph, *ends))
         solve(problem)
@@ -228,9 +228,9 @@ def test_within_a_limit_of_sensitivity_the_cheapest_of_all_choices_is_found(draw
         free = [m for m, sensitivity in sensitivities.items() if math.isfinite(sensitivity)]
         limit = draw.random() * sum(sensitivities[m] for m in free)
         found = within([priced], limit)
-        (labels,) = found.placement
+        (sides,) = found.placement
         assert found.sensitivity <= limit * (1 + 1e-9)
-        assert (found.time, found.sensitivity) == (priced.time(labels), priced.sensitivity(labels))
+        assert (found.time, found.sensitivity) == (priced.time(sides), priced.sensitivity(sides))
         best = min(priced.time(each) for each in choices(problem, free) if priced.sensitivity(each) <= limit)
         assert found.time == best
         partly += best < priced.time({})
@@ -258,14 +258,14 @@ def test_without_halves_what_the_limit_leaves_is_filled(monkeypatch: pytest.Monk
 def test_a_known_placement_that_breaks_a_pin_is_not_taken() -> None:
     problem = Problem({"mm": (10, 0), "add": (5, 0), "mul": (5, 0)}, pins={"mm": HIGH})
     terms = [SensitivityTerm(1.0, LOW, name) for name in ("add", "mul")]
-    (labels,) = within([Priced(problem, terms)], 1.5, [{"mm": LOW, "add": LOW}]).placement
-    assert [labels[name] for name in ("mm", "add", "mul")].count(LOW) == 1
-    assert labels["mm"] is HIGH
+    (sides,) = within([Priced(problem, terms)], 1.5, [{"mm": LOW, "add": LOW}]).placement
+    assert [sides[name] for name in ("mm", "add", "mul")].count(LOW) == 1
+    assert sides["mm"] is HIGH
 
 
 def test_what_takes_as_long_stays_in_the_low_dtype_and_a_copy_is_paid_for_once() -> None:
     def chosen(problem: Problem) -> set[Var]:
-        return {m for m, label in Priced(problem).choose(0.0).placement.items() if label is LOW}
+        return {m for m, side in Priced(problem).choose(0.0).placement.items() if side is LOW}
 
     for copy, expected in ((6, set()), (5, {"mm"})):
         assert chosen(Problem({"mm": (10, 4)}, shared=[Shared(copy, LOW, ("mm",))])) == expected

@@ -67,7 +67,7 @@ def test_a_call_in_int8_takes_longer_on_a_cpu_and_groups_gain_nothing_by_tiles()
     ):
         rates = {"float32": wide, "bfloat16": 1e12, "int8": 2e12}
         cost = cost_of(DeviceProfile("", device, rates, 1e12, 1e-11), "int8")
-        way = LEVELS["int8"].implementations[-1]
+        way = LEVELS["int8"].kernels[-1]
         assert [cost.calling(way, (rows, 4, 4)) > 0 for rows in (1, 2)] == [False, device == "cpu"]
         # half of it for a convolution
         call = cost.calling(way, (2, 4, 4)) - way.packs * cost.moving(2 * 4 * 4)
@@ -115,7 +115,7 @@ def test_scales_of_blocks_are_for_devices_whose_library_takes_them(
 
 
 def test_a_single_row_is_multiplied_without_a_call_of_onednn_and_more_rows_with_packed_weights() -> None:
-    measured, packed, unpacked, signed = LEVELS["int8"].implementations
+    measured, packed, unpacked, signed = LEVELS["int8"].kernels
     cost = cost_of(DeviceProfile("cpu", "cpu", dict.fromkeys(RATES, 1e12), 1e10, 0.0), "int8")
     for each in (cost, OPERATIONS):
         assert each.cheapest((packed, unpacked, signed), (1, 512, 512)) is unpacked
@@ -133,7 +133,7 @@ def test_an_option_names_a_level_or_an_implementation_and_so_do_old_plans() -> N
     assert list(choices_of("fp8")) == list(levels_of("fp8"))
     assert {level_named(name) for name in choices_of("int8")} == {int8}
     assert level_named("int4") is None
-    assert int8.chosen("auto") == int8.chosen("int8") == int8.implementations
+    assert int8.chosen("auto") == int8.chosen("int8") == int8.kernels
     assert [way.name for way in int8.chosen("int8_signed")] == ["int8_signed"]
     assert multiplies(int8, "cuda")
     assert not multiplies(int8, "cuda", "int8_packed")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import CastPlan, NodePlan, Plan, Report, record
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import CastSum
 from amp_fx.precision.plans.plan_files import Change, diff_plans
 from amp_fx.precision.plans.reading import publish
@@ -131,7 +131,7 @@ def test_nodes_in_another_dtype_are_named_with_reasons_and_casts_counted(before:
     assert found
     (linear,) = [row for row in found.changes if row.op == "linear"]
     assert (linear.module_path, linear.before, linear.after) == ("1.0", "bfloat16", "float32")
-    assert [reason.kind for reason in linear.reasons] == [Kind.RULE]
+    assert [reason.kind for reason in linear.reasons] == [ReasonKind.RULE]
     assert "1.0 linear (forward): bfloat16 -> float32" in str(found)
     data = found.to_dict()
     assert json.loads(json.dumps(data)) == data

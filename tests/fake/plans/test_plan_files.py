@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from amp_fx import AmpFxError, Plan, PlanError, Report, VerifyError
 from amp_fx._torch import unwrapped_errors
 from amp_fx.compiler.settings import Options
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan_files import choose_plan, load_plans
 from amp_fx.precision.policy import OpClass
 from graphs import Rewritten, casts_of, rewrite
@@ -174,7 +174,7 @@ def test_a_decision_that_was_edited_is_followed(made: Rewritten, tmp_path: Path)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
     followed = follow(path)
-    (edited,) = [r for r in followed.plan.nodes if r.reasons == (Reason.of(Kind.LISTED, why="edited"),)]
+    (edited,) = [r for r in followed.plan.nodes if r.reasons == (Reason.of(ReasonKind.LISTED, why="edited"),)]
     assert edited.dtype is torch.float32
     body = followed.gm.get_submodule("wrap_body_0")
     assert isinstance(body, fx.GraphModule)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
 from amp_fx.graphs.traits import LINEAR_OPS, OPS
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.policy.table import DEVICES, rows_of
 from checks import DOWN, UP, check
 from graphs import plans, rewrite
@@ -64,10 +64,10 @@ def test_a_rule_does_what_it_says(name: str) -> None:
     make, rule, promised = RULED[name]
     program, *args = make()
     plan = check(program, *args, options=rules(rule), **promised).plan
-    assert all(row.is_because(Kind.RULE) for row in plan.nodes if row.op == rule.get("op"))
+    assert all(row.is_because(ReasonKind.RULE) for row in plan.nodes if row.op == rule.get("op"))
     if promised is LOW_LOSS:
         plain = check(program, *args, casts={}, dtypes={"mse_loss": "float32"})
-        assert plain.one("mse_loss").is_because(Kind.LISTED)
+        assert plain.one("mse_loss").is_because(ReasonKind.LISTED)
 
 
 def wide_linears(*given_rules: dict[str, str]) -> list[str]:
@@ -190,7 +190,7 @@ def test_on_cuda_the_call_reads_low_and_everybody_reads_its_result_in_fp32() -> 
     rewritten = rewrite(with_head(), torch.randn(2, 3, 8), device="cuda", options=rules(WIDE))
     row = rewritten.one("linear")
     assert (row.dtype, row.pinned) == (torch.bfloat16, torch.float32)
-    assert row.is_because(Kind.WIDE_RESULT)
+    assert row.is_because(ReasonKind.WIDE_RESULT)
     [linear] = rewritten.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
     assert [user.meta["val"].dtype for user in linear.users] == [torch.float32]
     # what is stored, and no cast
@@ -202,7 +202,9 @@ def test_on_cuda_the_call_reads_low_and_everybody_reads_its_result_in_fp32() -> 
 def test_on_a_cpu_the_call_runs_in_fp32_and_the_plan_says_why() -> None:
     row = rewrite(with_head(), torch.randn(2, 3, 8), options=rules(WIDE)).one("linear")
     assert row.dtype is torch.float32
-    assert row.reasons[-1] == Reason.of(Kind.NO_WIDE_RESULT, device="cpu", op="linear", low=torch.bfloat16)
+    assert row.reasons[-1] == Reason.of(
+        ReasonKind.NO_WIDE_RESULT, device="cpu", op="linear", low=torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_on_a_cpu_the_call_runs_in_fp32_and_the_plan_says_why() -> None:
 def test_what_no_kernel_returns_in_fp32_runs_in_fp32_on_cuda_too(program: Any) -> None:
     wide = rules({**WIDE, "module": ".*"})
     rows = rewrite(program, torch.randn(8, 8), device="cuda", options=wide).plan.nodes
-    assert all(row.is_because(Kind.NO_WIDE_RESULT) for row in rows if row.is_because(Kind.RULE))
+    assert all(row.is_because(ReasonKind.NO_WIDE_RESULT) for row in rows if row.is_because(ReasonKind.RULE))
     assert torch.bfloat16 not in {row.dtype for row in rows}
 
 
@@ -237,7 +239,7 @@ def test_a_plan_with_a_result_in_fp32_is_followed_and_where_there_is_none_in_fp3
     for row, device in ((on_cpu, "cpu"), (stored, "a program")):
         assert row.dtype is torch.float32
         assert row.result_dtype is None
-        why = Reason.of(Kind.NO_WIDE_RESULT, device=device, op="linear", low=torch.bfloat16)
+        why = Reason.of(ReasonKind.NO_WIDE_RESULT, device=device, op="linear", low=torch.bfloat16)
         assert row.reasons[-1] == why
     # an exported program has no such results of its own
     with pytest.raises(OptionsError):

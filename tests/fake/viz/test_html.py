@@ -14,7 +14,7 @@ import torch
 
 from amp_fx import AmpFxError
 from amp_fx.instruments.reports.report import Report
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan import Cost
 from amp_fx.viz import beside, dot, html, style
 from amp_fx.viz.model import drawing
@@ -178,7 +178,7 @@ def test_more_bytes_than_under_autocast_have_their_cause_in_every_picture(tmp_pa
     nodes = report.plans[0].nodes
     for at, row in enumerate(nodes[:5]):
         if row.flops:
-            why = Reason.of(Kind.CASTS_COST_MORE, low=row.low)
+            why = Reason.of(ReasonKind.CASTS_COST_MORE, low=row.low)
             nodes[at] = replace(row, dtype=torch.float32, reasons=(why,))
     words = "5.0 % more bytes than torch.autocast moves, because 1 of 3 matmuls"
     assert words in " ".join(texts(svg_of(report)))

@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 
 from amp_fx import Plan, PlanError, record
 from amp_fx.precision.placement.devices import builtin
-from amp_fx.precision.plans.label import Kind, Reason
+from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.viz.words import because, more_bytes, sentence, summary
 from graphs import rewrite
 from small_models import Parts
@@ -33,8 +33,8 @@ def line(options: dict[str, Any], model: nn.Module | None = None) -> str:
     return summary(rewrite(model or net(), torch.randn(4, 16), options=options).plan)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_every_kind_of_reason_says_which_value_it_lacks(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ReasonKind)
+def test_every_kind_of_reason_says_which_value_it_lacks(kind: ReasonKind) -> None:
     names = {name for _, name, _, _ in Formatter().parse(kind.sentence) if name}
     values = dict.fromkeys(names, 0.25)
     text = sentence(Reason(kind, values))
@@ -46,7 +46,7 @@ def test_every_kind_of_reason_says_which_value_it_lacks(kind: Kind) -> None:
 
 
 def test_reasons_are_told_in_order_and_by_role_where_a_call_has_several_matmuls() -> None:
-    reasons = Reason.of(Kind.LISTED, why="a list"), Reason.of(Kind.LAST_LINEAR, role="forward")
+    reasons = Reason.of(ReasonKind.LISTED, why="a list"), Reason.of(ReasonKind.LAST_LINEAR, role="forward")
     one, two = {"forward": "bfloat16"}, {"forward": "bfloat16", "gradient of its weight": "bfloat16"}
     row = rewrite(nn.Linear(8, 8), torch.randn(2, 8)).one("linear")
     assert because(replace(row, reasons=reasons, levels=one)) == f"a list; {sentence(reasons[1])}"
@@ -55,7 +55,7 @@ def test_reasons_are_told_in_order_and_by_role_where_a_call_has_several_matmuls(
 
 def test_a_policy_below_16_bits_that_runs_nothing_there_says_why() -> None:
     plan = rewrite(net(), torch.randn(4, 16)).plan
-    why = Reason.of(Kind.NO_COPY, role="forward", level="int8")
+    why = Reason.of(ReasonKind.NO_COPY, role="forward", level="int8")
     rows = [replace(row, levels={"forward": "bfloat16"}, reasons=(*row.reasons, why)) for row in plan.nodes]
     none = replace(plan, meaning="int8", nodes=rows)
     assert summary(none).endswith(f"; below 16 bits: int8, but no matmul runs in it: {sentence(why)}")
