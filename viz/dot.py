@@ -33,7 +33,10 @@ _LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 
 
 def write(drawing: Drawing, path: Path) -> None:
-    """Writes a drawing as ``.dot``, ``.svg`` or ``.png``; the last two need the ``dot`` program."""
+    """Writes a drawing as ``.dot``, ``.svg`` or ``.png``; the last two need the ``dot`` program.
+
+    AmpFxError where ``dot`` is missing or fails.
+    """
     picture = source(drawing)
     suffix = path.suffix.lower()
     if suffix == ".dot":

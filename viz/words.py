@@ -52,7 +52,10 @@ def because(row: NodePlan) -> str:
 
 
 def sentence(reason: Reason) -> str:
-    """One reason; of a matmul that a plan has below 16 bits and that stays low, that, too."""
+    """One reason; of a matmul that a plan has below 16 bits and that stays low, that, too.
+
+    PlanError for a reason that lacks a value of its sentence.
+    """
     try:
         text = reason.kind.sentence.format(**reason.values)
     except (KeyError, TypeError, ValueError) as error:

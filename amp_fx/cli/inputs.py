@@ -47,7 +47,10 @@ class Loaded:
         return found
 
     def batch(self, command: str) -> Any:
-        """The inputs as one batch, for a function that takes no keyword arguments beside positional ones."""
+        """The inputs as one batch, for a function that takes no keyword arguments beside positional ones.
+
+        AmpFxError where the function takes both, or an argument without a name.
+        """
         if not (self.args and self.kwargs):
             return self.kwargs or self.args
         if self.named is None:
@@ -68,7 +71,8 @@ class Loaded:
 def load_model(text: str) -> Loaded:
     """Imports and calls ``package.module:callable``, which returns ``(model, args)`` or ``(model, args, kwargs)``.
 
-    ``args`` is a tuple, or one tensor. The working directory is searched, too.
+    ``args`` is a tuple, or one tensor. The working directory is searched, too. AmpFxError for a result of another
+    form.
     """
     with users(text):
         made = import_callable(text)()
@@ -87,7 +91,10 @@ def load_model(text: str) -> Loaded:
 
 
 def load_program(path: str) -> Loaded:
-    """Loads a ``.pt2`` file of ``torch.export.save`` with the example inputs that it holds."""
+    """Loads a ``.pt2`` file of ``torch.export.save`` with the example inputs that it holds.
+
+    AmpFxError for a file that is missing, of another kind, or without example inputs.
+    """
     if not os.path.isfile(path):
         raise AmpFxError(f"there is no file {path!r}.")
     if not zipfile.is_zipfile(path):
@@ -104,7 +111,10 @@ def load_program(path: str) -> Loaded:
 
 
 def import_callable(text: str) -> Callable[..., Any]:
-    """Imports what ``package.module:callable`` names. The working directory is searched, too."""
+    """Imports what ``package.module:callable`` names. The working directory is searched, too.
+
+    AmpFxError for a text of another form, and for a module or a callable that is not there.
+    """
     module_name, _, name = text.partition(":")
     folder = os.getcwd()
     if module_name.endswith(".py"):
@@ -137,7 +147,10 @@ def import_callable(text: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def users(what: str) -> Iterator[None]:
-    """Code of the user's own that prepares a model: what it raises is told in one line, with its place."""
+    """Code of the user's own that prepares a model: what it raises is told in one line, with its place.
+
+    Each of its exceptions becomes an AmpFxError.
+    """
     try:
         yield
     except AmpFxError:

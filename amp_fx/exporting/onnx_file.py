@@ -57,7 +57,10 @@ def export_onnx(
 
 
 def need_onnx(path: str | os.PathLike[str]) -> None:
-    """Refuses what would fail after the work: a library that is missing, a folder that cannot be written."""
+    """Refuses what would fail after the work: a library that is missing, a folder that cannot be written.
+
+    MissingLibraryError names the library, ExportError the folder.
+    """
     if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
         raise MissingLibraryError(f"ONNX files take {' and '.join(missing)}: {install_hint('onnx')}.")
     folder = Path(path).absolute().parent

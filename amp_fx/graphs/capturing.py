@@ -212,7 +212,10 @@ class CapturingInterpreter(fx.Interpreter):
         return track_tensor_tree(n.meta["example_value"], proxy, constant=None, tracer=self._tracer)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An attribute, or the captured body in its place."""
+        """An attribute, or the captured body in its place.
+
+        CaptureError where two bodies, one in the other, have one name.
+        """
         value = super().get_attr(target, args, kwargs)
         if isinstance(value, fx.GraphModule):
             value = self._bodies.get(str(target), value)

@@ -88,7 +88,10 @@ class _Splice:
         self._detached: dict[fx.Node, fx.Node] = {}
 
     def run(self, gm: fx.GraphModule, env: dict[fx.Node, fx.Node], ambient: Mapping[str, Region]) -> Any:
-        """Copies one graph whose inputs are in ``env``; returns what it outputs."""
+        """Copies one graph whose inputs are in ``env``; returns what it outputs.
+
+        CaptureError for a graph without an output.
+        """
         regions = node_regions(gm.graph.nodes, ambient)
         opened: dict[fx.Node, Any] = {}
         for node in gm.graph.nodes:

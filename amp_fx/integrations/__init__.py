@@ -25,7 +25,10 @@ __all__ = ["backend_options", "compile_in_place", "needed"]
 
 @contextlib.contextmanager
 def needed(library: str) -> Iterator[None]:
-    """Around the imports of a library: says how to install it, by the extra of its name, if it is missing."""
+    """Around the imports of a library: says how to install it, by the extra of its name, if it is missing.
+
+    The exception is MissingLibraryError.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -44,7 +47,10 @@ def backend_options(
     dtype: str | torch.dtype | None = None,
     scaler: GradScaler | None = None,
 ) -> dict[str, Any]:
-    """The options of ``torch.compile(backend="amp_fx")`` with a dtype and a scaler's name, checked beforehand."""
+    """The options of ``torch.compile(backend="amp_fx")`` with a dtype and a scaler's name, checked beforehand.
+
+    OptionsError for two values of one option.
+    """
     merged = dict(options or {})
     for key, value in (("dtype", dtype), ("scaler", scaler.name if scaler is not None else None)):
         if value is None:

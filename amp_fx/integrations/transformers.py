@@ -51,7 +51,10 @@ class AmpFxCallback(TrainerCallback, ExportableState):
         self._compile(kwargs.get("model"))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Compiles a model that has come later, and hands the scaler to the optimizer."""
+        """Compiles a model that has come later, and hands the scaler to the optimizer.
+
+        ScalerError for an optimizer that Accelerate has not prepared.
+        """
         self._compile(kwargs.get("model"))
         if self.scaler is None:
             return

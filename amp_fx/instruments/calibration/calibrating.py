@@ -161,7 +161,10 @@ class _Graphs:
         self._same: dict[Hashable, list[int]] = {}
 
     def run(self, steps: Sequence[Step], scale: float, probes: int) -> None:
-        """Runs every step with each value observed; scale is that of the loss."""
+        """Runs every step with each value observed; scale is that of the loss.
+
+        AmpFxError where Dynamo makes no graph that is rewritten.
+        """
         with apart(), unwrapped_errors(AmpFxError):
             # a function: Lightning's torch.compile copies what it is given, and would copy a method's graphs
             compiled = torch.compile(
@@ -306,7 +309,10 @@ def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> Leve
 
 
 def loss_scale(scale: float | None, low: torch.dtype, name: str = "default") -> float:
-    """The loss scale that was given for a low dtype, else that of a scaler, else where such a scaler starts."""
+    """The loss scale that was given for a low dtype, else that of a scaler, else where such a scaler starts.
+
+    OptionsError for a scale that is no positive number.
+    """
     if low is torch.bfloat16:
         return 1.0
     if scale is None:

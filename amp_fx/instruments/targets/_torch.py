@@ -49,7 +49,8 @@ _target: Target | None = None
 def enter(name: str) -> None:
     """Makes this process one that compiles for a target, ``"cuda:h100"``. There is no way back, and no second target.
 
-    Call it first: autograd counts devices when it first runs backward, and torch keeps what it was told in many caches.
+    Call it first: autograd counts devices when it first runs backward, and torch keeps what it was told in many
+    caches. TargetError for a second target, and without Triton.
     """
     global _target
     target = find_target(name)
@@ -63,7 +64,10 @@ def enter(name: str) -> None:
 
 @contextlib.contextmanager
 def pretended() -> Iterator[None]:
-    """Inside, AOTAutograd, Inductor and Triton compile for the target of this process; outside, Python has none."""
+    """Inside, AOTAutograd, Inductor and Triton compile for the target of this process; outside, Python has none.
+
+    TargetError in a process without a target.
+    """
     if _target is None:
         raise TargetError("this process has no target: enter(target) comes first.")
     from triton.runtime.driver import driver
@@ -90,7 +94,7 @@ def compile_contexts(mode: FakeTensorMode, name: str) -> Iterator[None]:
 
 @_with_slices
 def graph_to_bytes(gm: fx.GraphModule) -> bytes:
-    """A graph with fake values, to be read in another process."""
+    """A graph with fake values, to be read in another process. TargetError for a graph that cannot be pickled."""
     try:
         return GraphPickler.dumps(gm, PickleOptions(ops_filter=None, node_metadata_key_filter=None))
     except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError, AssertionError) as error:
@@ -99,7 +103,10 @@ def graph_to_bytes(gm: fx.GraphModule) -> bytes:
 
 @_with_slices
 def graph_from_bytes(data: bytes) -> fx.GraphModule:
-    """The graph that :func:`graph_to_bytes` wrote, with a fake mode of its own."""
+    """The graph that :func:`graph_to_bytes` wrote, with a fake mode of its own.
+
+    TargetError for a graph that cannot be read here.
+    """
     try:
         return GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))  # type: ignore[return-value]  # typed as object
     except (pickle.UnpicklingError, AttributeError, ImportError) as error:

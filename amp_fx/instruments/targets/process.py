@@ -158,7 +158,7 @@ class TargetProcess:
     def call(self, function: str, *args: Any) -> Any:
         """Calls ``"package.module:function"`` there; raises here what it raises, with the warnings of amp_fx.
 
-        Arguments are pickled, as is what the function returns.
+        Arguments are pickled, as is what the function returns. TargetError where the process ends.
         """
         requests, replies = self._process.stdin, self._process.stdout
         if requests is None or replies is None:

@@ -129,7 +129,10 @@ class Tracer:
 def without_data(
     program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
-    """Copies of a program and of its arguments, whose tensors are fake ones on the CPU; None where all have data."""
+    """Copies of a program and of its arguments, whose tensors are fake ones on the CPU; None where all have data.
+
+    TargetError for a model that cannot be copied.
+    """
     own = [*program.parameters(), *program.buffers()] if isinstance(program, nn.Module) else []
     held = own + tensors((args, kwargs))
     if not any(value.is_meta for value in held):

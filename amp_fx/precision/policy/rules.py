@@ -326,7 +326,10 @@ def preset(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def dtypes_preset(dtypes: Mapping[Any, Any]) -> tuple[str, dict[str, Any]] | None:
-    """As :func:`preset`, of a mapping such as ``{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}``."""
+    """As :func:`preset`, of a mapping such as ``{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}``.
+
+    OptionsError for a key that cannot have its dtype.
+    """
     if not _KEYS.keys() & dtypes.keys():
         return None
     compute, given, where = "float32", dict[str, str](), f"policy {dict(dtypes)!r}"

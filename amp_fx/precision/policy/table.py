@@ -114,7 +114,10 @@ def _holds(group: OpGroup) -> bool:
 
 
 def check_op(op: str, rule: object) -> None:
-    """Refuses an op in a rule, ``"softmax"``, ``"softmax.int"`` or ``"mylib::op"``, that nobody has registered."""
+    """Refuses an op in a rule, ``"softmax"``, ``"softmax.int"`` or ``"mylib::op"``, that nobody has registered.
+
+    The exception is OptionsError, with the valid names.
+    """
     if op in _listed():
         return
     names = {name.removeprefix("aten::") for name in registered_ops()}

@@ -110,7 +110,10 @@ class GradScaler(torch.amp.GradScaler):
     # ---- the loop ----
 
     def scale(self, outputs: Any) -> Any:
-        """Returns losses as they are if a compiled graph uses this scaler, else as ``torch.amp.GradScaler`` does."""
+        """Returns losses as they are if a compiled graph uses this scaler, else as ``torch.amp.GradScaler`` does.
+
+        ValueError for outputs that hold another value than tensors.
+        """
         if not self._by_graphs:
             self._here.scaled_outside = self._enabled
             return super().scale(outputs)
