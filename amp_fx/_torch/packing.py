@@ -24,9 +24,21 @@ from amp_fx._torch.tracing import OpOverload, onednn_computes, own_op, quantised
 from amp_fx.runtime.state import cache_results
 
 __all__ = [
-    "LINEAR", "LINEAR_INT8", "Packing", "convolution_int8_op", "convolution_op", "fuse_quantised",
-    "is_faster_as_convolution", "multiplies_int8", "onednn_packs", "packed_memory", "packing",
-    "pointwise_convolution", "pointwise_convolution_int8", "takes_packed_inputs",
+    "LINEAR",
+    "LINEAR_INT8",
+    "Packing",
+    "adds_fp32_bias",
+    "convolution_int8_op",
+    "convolution_op",
+    "fuse_quantised",
+    "is_faster_as_convolution",
+    "multiplies_int8",
+    "onednn_packs",
+    "packed_memory",
+    "packing",
+    "pointwise_convolution",
+    "pointwise_convolution_int8",
+    "takes_packed_inputs",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -102,6 +114,25 @@ def multiplies_int8() -> bool:
             "oneDNN clamps sums of int8 products on this CPU (no VNNI): amp_fx multiplies in floating point"
         )
     return is_exact
+
+
+@cache_results()
+def adds_fp32_bias(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's packed convolution in a 16-bit dtype takes a bias in fp32 and does not round it: tried once."""
+    if not onednn_packs(dtype):
+        return False
+    one, unit, none = torch.Size((1, 1, 1, 1)), [1, 1], [0, 0]
+    with _disable_current_modes():
+        weight = packing("convolution", one, dtype, none, unit, unit, 1, tuple(one))(
+            torch.ones(one, dtype=dtype)
+        )
+        # the sum is exact in 16 bits, its bias is not
+        given = torch.full(one, -1.0, dtype=dtype), weight, torch.tensor([1 + 2**-12])
+        try:
+            total = convolution_op()(*given, unit, none, unit, False, none, 1, False)
+        except RuntimeError:
+            return False
+    return total.item() == 2**-12
 
 
 def packed_memory(packed: Tensor) -> tuple[int, int]:

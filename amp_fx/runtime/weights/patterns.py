@@ -23,6 +23,7 @@ import torch.fx as fx
 from amp_fx._torch import (
     LINEAR,
     LINEAR_INT8,
+    adds_fp32_bias,
     convolution_int8_op,
     convolution_op,
     is_faster_as_convolution,
@@ -44,6 +45,7 @@ from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_fixed, numel, storage_of
 from amp_fx.precision.policy.forms import with_norm
+from amp_fx.runtime.weights.bias_correction import Moments, moved_mean
 from amp_fx.runtime.weights.lift import Lift
 from amp_fx.runtime.weights.products import as_convolution, dequantised, join_linears
 
@@ -81,6 +83,7 @@ class _Patterns:
 
     def __init__(self, lift: Lift, *, wide: bool) -> None:
         self._lift, self._graph, self._wide = lift, lift.graph, wide
+        self._moments = Moments(lift)
 
     # ---- norms
 
@@ -110,9 +113,13 @@ class _Patterns:
         with self._graph.inserting_before(norm):
             wide = None if bias is None else self._lift.in_fp32(bias)
             given = scale, shift, mean, variance, eps
-            weight, bias = with_norm(self._lift.in_fp32(weight), wide, given, sizes, add)
+            exact, bias = with_norm(self._lift.in_fp32(weight), wide, given, sizes, add)
+            weight = add(aten.to.dtype, exact, dtype)
+            moments = None if dtype is torch.float32 else self._moments.of(args_of(call)[0], call)
+            if moments is not None and position == 0:
+                groups = convolution_settings(call)["groups"] if call.target in CONVOLUTIONS else 1
+                bias = add(aten.add.Tensor, bias, add(moved_mean, exact, weight, moments, groups))
             self._lift.shifts.add(bias)
-            weight = add(aten.to.dtype, weight, dtype)
             folded = self._graph.node_copy(call)
             folded.args = (args_of(call)[0], weight, None, *args_of(call)[3:])
             beside = [-1] + [1] * (norm.meta["val"].ndim - 2)
@@ -121,6 +128,7 @@ class _Patterns:
             casts = Rewriter(self._graph, meta={CAST_META: True})
             total = self._lift.work(aten.add.Tensor, casts.cast(folded, torch.float32), shaped)
             result = casts.cast(total, norm.meta["val"].dtype)
+        self._moments.fold(norm, result)
         norm.replace_all_uses_with(result)
         for node in filter(None, (norm, cast, call)):
             self._graph.erase_node(node)
@@ -133,7 +141,8 @@ class _Patterns:
     def take_bias(self, call: fx.Node) -> None:
         """An addition to each channel of a convolution or a product becomes its bias.
 
-        In 16 bits only what is left of a norm: the sum would be rounded, where the program adds in fp32.
+        In 16 bits only what is left of a norm, as the sum would be rounded where the program adds in fp32, and only
+        where the weight is packed: elsewhere the addition stays, in fp32.
         """
         args = args_of(call)
         if self._channels(call) is None or args[2:3] not in ((), (None,)) or len(call.users) != 1:
@@ -152,7 +161,8 @@ class _Patterns:
         value, channel = call.meta["val"], 1 - call.meta["val"].ndim
         if not isinstance(other, fx.Node) or (source := behind(other)) not in self._lift.derived:
             return
-        if args[1].meta["val"].dtype is not torch.float32 and source not in self._lift.shifts:
+        is_packed = call.target in (LINEAR, convolution_op())
+        if value.dtype is not torch.float32 and not (is_packed and source in self._lift.shifts):
             return
         shape = other.meta["val"].shape
         is_one_each = numel(other.meta["val"]) == value.shape[1] and len(shape) >= -channel
@@ -163,7 +173,8 @@ class _Patterns:
         with self._graph.inserting_before(total):
             is_flat = source.meta["val"].ndim == 1
             bias = source if is_flat else self._lift.call(aten.reshape.default, source, [-1])
-            bias = self._lift.call(aten.to.dtype, bias, args[1].meta["val"].dtype)
+            is_exact = call.target is convolution_op() and adds_fp32_bias(value.dtype)
+            bias = self._lift.call(aten.to.dtype, bias, torch.float32 if is_exact else value.dtype)
             biased = self._graph.node_copy(call)
             biased.args = (*args[:2], bias, *args[3:])
             result = self._lift.work.cast(biased, total.meta["val"].dtype)
@@ -173,7 +184,9 @@ class _Patterns:
 
     def _channels(self, call: fx.Node) -> int | None:
         """The dimension of the result's columns in the weight of a convolution, or of a linear that gives a matrix."""
-        if call.target is aten.linear.default:
+        if call.target is convolution_op():
+            return 0
+        if call.target in (LINEAR, aten.linear.default):
             return 0 if call.meta["val"].ndim == 2 else None
         if (
             call.target not in CONVOLUTIONS
@@ -226,6 +239,7 @@ class _Patterns:
         node.target = LINEAR
         bias = self._in_one_piece(bias, node)
         node.args, node.kwargs = (x, self._lift.take(weight, how), bias, "none", [], ""), {}
+        self.take_bias(node)
 
     def pack_int8(self, node: fx.Node) -> None:
         """A product or convolution of uint8 and a weight in int8, as ``amp_fx.precision.policy.scaled`` writes it."""
@@ -285,6 +299,7 @@ class _Patterns:
         node.target = convolution_op()
         padded, last = given.get("output_padding", (0,) * len(stride)), is_channels_last(node)
         node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups, last)
+        self.take_bias(node)
 
     def _in_one_piece(self, bias: fx.Node | None, reader: fx.Node) -> fx.Node | None:
         """A bias as oneDNN reads it, whatever its strides."""

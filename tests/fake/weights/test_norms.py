@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from amp_fx._torch import onednn_packs
 from amp_fx.errors import OptionsError
 from amp_fx.exporting import packaging
 from levels import error
@@ -105,7 +106,7 @@ def test_what_is_compiled_folds_the_same_weights(case: tuple[nn.Module, Tensor])
     with torch.inference_mode():
         [found] = errors(model, x, torch.compile(model, backend="amp_fx", options={"profile": "off"})(x))
     # what is added is a bias in the dtype of the call here
-    assert found < 1.2
+    assert found < 1.05
 
 
 def test_eager_numerics_keep_norms() -> None:
@@ -172,4 +173,5 @@ def test_a_package_has_the_shift_of_a_norm_as_a_bias_and_adds_what_the_program_a
     model = net(nn.Conv2d(3, 8, 3), norm(8)) if is_norm else Far().eval()
     amp_fx.package(amp_fx.export(model, (images(),)), "model.pt2", profile="off")
     added = [node for node in asked[0].graph.nodes if node.target is torch.ops.aten.add.Tensor]
-    assert len(added) == (not is_norm)
+    # what is not packed adds in fp32
+    assert len(added) == (not is_norm or not onednn_packs(torch.bfloat16))
