@@ -30,26 +30,16 @@ from amp_fx.runtime.weights.lift import Lift
 
 aten = torch.ops.aten
 
-#: of one value, and monotonous or nearly so: moments of the result follow from moments of the argument
-_ACTIVATIONS = frozenset(
-    getattr(aten, name + written).default
+#: of one value: moments of the result follow from moments of the argument; each, in place or not, with the op that writes
+#: to nothing
+_ACTIVATIONS = {
+    getattr(aten, name + written).default: getattr(aten, name).default
     for name in (
-        "relu",
-        "relu6",
-        "hardtanh",
-        "clamp",
-        "silu",
-        "hardswish",
-        "leaky_relu",
-        "elu",
-        "gelu",
-        "mish",
-        "tanh",
-        "sigmoid",
+        "relu", "relu6", "hardtanh", "clamp", "silu", "hardswish", "leaky_relu", "elu", "gelu", "mish", "tanh", "sigmoid",
     )
     for written in ("", "_")
     if hasattr(aten, name + written)
-)
+}  # fmt: skip
 #: the borders are a small part of an image
 _PADS = frozenset((aten.pad.default, aten.constant_pad_nd.default))
 _ADDS = frozenset((aten.add.Tensor, aten.add_.Tensor))
@@ -138,8 +128,7 @@ class Moments:
         before = self.of(node.args[0], node)
         if before is None or is_cast(node) or node.target in _PADS:
             return before
-        if node.target in _ACTIVATIONS and not node.kwargs:
-            op = getattr(aten, node.target._schema.name.removeprefix("aten::").removesuffix("_")).default
+        if (op := _ACTIVATIONS.get(node.target)) is not None and not node.kwargs:
             return self._lift.call(activation_moments, before, op, *node.args[1:])
         if node.target in _ADDS and not node.kwargs and (other := self.of(node.args[1], node)) is not None:
             return self._lift.call(sum_moments, before, other)
