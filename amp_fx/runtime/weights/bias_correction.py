@@ -30,12 +30,13 @@ from amp_fx.runtime.weights.lift import Lift
 
 aten = torch.ops.aten
 
-#: of one value: moments of the result follow from moments of the argument; each, in place or not, with the op that writes
-#: to nothing
+#: of one value, so that moments of the result follow from moments of the argument: each op, in place or not, and the
+#: op that writes to nothing
 _ACTIVATIONS = {
     getattr(aten, name + written).default: getattr(aten, name).default
     for name in (
-        "relu", "relu6", "hardtanh", "clamp", "silu", "hardswish", "leaky_relu", "elu", "gelu", "mish", "tanh", "sigmoid",
+        "relu", "relu6", "hardtanh", "clamp", "silu", "hardswish", "leaky_relu", "elu", "gelu", "mish", "tanh",
+        "sigmoid",
     )
     for written in ("", "_")
     if hasattr(aten, name + written)
