@@ -139,7 +139,7 @@ def wrong_gradients(
     whole = relative_error(theirs, exact)
     size = math.sqrt(sum(each.double().square().sum().item() for each in exact.values()))
     mean = size / math.sqrt(max(sum(each.numel() for each in exact.values()), 1))
-    wrong = dict.fromkeys({*zeroed(ours, exact)} - {*zeroed(theirs, exact)}, "is zero")
+    wrong = _lost(ours, theirs, exact)
     for name, true in exact.items():
         norm = max(true.double().norm().item(), _LEAST * mean * math.sqrt(true.numel()), 1e-30)
         weight = exact.get(f"{name.removesuffix('bias')}weight")
@@ -170,9 +170,19 @@ def far_off(
         theirs = min(_error(each, part, exact) for each in (eager, *others))
         if not found <= _TIMES * theirs + _NOISE:
             failed[part] = f"error {found:.2e}, autocast's {theirs:.2e}, {found / theirs:.3f} times"
-    if wrong := wrong_gradients(_joined(ours), _joined(eager), _joined(exact)):
+    wrong = wrong_gradients(_joined(ours), _joined(eager), _joined(exact))
+    for each in zip(ours, eager, exact, strict=True):
+        # of one batch: together with those of others it is not zero
+        wrong |= _lost(*(one.gradients for one in each))
+    if wrong:
         failed[f"{len(wrong)} of {len(exact[0].gradients)} gradients"] = wrong
     return failed
+
+
+def _lost(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> dict[str, str]:
+    return dict.fromkeys({*zeroed(ours, exact)} - {*zeroed(theirs, exact)}, "is zero")
 
 
 def _joined(runs: Sequence[Run]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import amp_fx
 from amp_fx.instruments.step import Step, relative_error, zeroed
-from arms import wrong_gradients
+from arms import Run, far_off, wrong_gradients
 from small_models import UpDown
 
 
@@ -66,6 +66,26 @@ def test_a_bias_in_front_of_a_norm_is_judged_by_the_gradient_of_its_weight() -> 
     # one that is not zero is judged by itself
     exact["bias"] *= 1e13
     assert list(wrong_gradients({**theirs, "bias": torch.full((16,), 1e-1)}, theirs, exact)) == ["bias"]
+
+
+@pytest.mark.parametrize("change", [lambda value: 0 * value, lambda value: -value])
+@pytest.mark.parametrize("name", ["large", "small", "tiny"])
+def test_one_gradient_that_is_wrong_in_one_of_several_batches_is_named(
+    name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    exact = [{**gradients(), "tiny": torch.full((2,), 3e-4).double()} for _ in range(3)]
+    theirs = [{name: value.bfloat16().double() for name, value in each.items()} for each in exact]
+
+    def judged(ours: list[dict[str, Tensor]]) -> dict[str, Any]:
+        runs = ([Run(0.0, {}, each, {}, {}) for each in run] for run in (ours, exact, theirs))
+        return far_off(*runs)
+
+    assert not judged(theirs)
+    spoiled = {**theirs[1], name: change(theirs[1][name])}
+    (named,) = (
+        each for part, each in judged([theirs[0], spoiled, theirs[2]]).items() if part.startswith("1 of")
+    )
+    assert list(named) == [name]
 
 
 @pytest.mark.usefixtures("without_inductor")
