@@ -154,8 +154,10 @@ def _compile_decoding(model: Any) -> None:
     """Compiles decoding alone, as transformers does on a GPU, and on a CPU with a flag of its own tests."""
     from transformers import CompileConfig
 
-    model.generation_config.compile_config = config = CompileConfig(mode=None, **AMP_FX.compile or {})
+    settings: dict[str, Any] = {"mode": None, **(AMP_FX.compile or {})}
+    config: Any = CompileConfig(**settings)
     config._compile_all_devices = True
+    model.generation_config.compile_config = config
 
 
 def _chosen(given: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
