@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_fx
 from amp_fx._torch import Packing, packing
-from amp_fx.runtime.weights import held_bytes
 from amp_fx.runtime.weights.cache import keep
 from amp_fx.runtime.weights.calling import FrozenGraph
 from amp_fx.runtime.weights.lift import Prepare, prepare_of, weights_of
@@ -69,18 +68,17 @@ def test_only_what_depends_on_a_changed_weight_is_computed_again() -> None:
     assert made.value[1]._version > versions[1]
 
 
-def test_graphs_that_compute_the_same_share_it() -> None:
+def test_graphs_that_compute_the_same_share_it(held: Held) -> None:
     one, other, weights = doubled_and_summed(), doubled_and_summed(), values(1.0, 10.0)
-    before = held_bytes()
     kept = keep(one, weights), keep(other, weights)
     assert all(map(operator.is_, kept[0].value, kept[1].value))
-    assert held_bytes() == before + 32
+    assert held.bytes() == 32
     # other weights have constants of their own, and do not disturb these
     others = keep(one, values(3.0, 3.0))
-    assert held_bytes() == before + 64
+    assert held.bytes() == 64
     assert [value[0].item() for value in kept[0].value] == [2.0, 11.0]
     del kept, others
-    assert held_bytes() == before
+    assert held.bytes() == 0
 
 
 def test_the_order_of_the_inputs_does_not_matter_their_roles_do() -> None:
@@ -92,11 +90,11 @@ def test_the_order_of_the_inputs_does_not_matter_their_roles_do() -> None:
     assert kept.value[0][0].item() == 2.0
 
 
-def test_what_is_packed_alike_for_two_batch_sizes_is_one_tensor() -> None:
-    weight, before = torch.randn(64, 64), held_bytes()
+def test_what_is_packed_alike_for_two_batch_sizes_is_one_tensor(held: Held) -> None:
+    weight = torch.randn(64, 64)
     one, other = keep(packed(16), [weight]), keep(packed(128), [weight])
     assert one.value[0] is other.value[0]
-    assert held_bytes() == before + 4 * 64 * 64
+    assert held.bytes() == 4 * 64 * 64
 
 
 def test_autocast_and_inference_mode_of_the_caller_do_not_matter() -> None:
