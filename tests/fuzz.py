@@ -79,9 +79,11 @@ def compare(program: Program) -> None:
 def _rewritten(function: Callable[..., Any], program: Program) -> dict[str, _Run]:
     """The rewritten program under both numerics, traced once."""
     torch._dynamo.reset()
-    chosen = "compiled"
+    chosen, reached = "compiled", False
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal reached
+        reached = True
         training = torch.is_grad_enabled() and any(v.requires_grad for v in inputs if isinstance(v, Tensor))
         regions = ambient_regions(dict.fromkeys(graph_devices(gm), program.low))
         runs: dict[str, Callable[..., Any]] = {}
@@ -106,7 +108,13 @@ def _rewritten(function: Callable[..., Any], program: Program) -> dict[str, _Run
     result = {}
     for chosen in ("compiled", "eager"):
         with torch._dynamo.config.patch(error_on_recompile=chosen == "eager"):
-            result[chosen] = _raising_run(compiled, program.arguments(), program.ambient)
+            try:
+                result[chosen] = _raising_run(compiled, program.arguments(), program.ambient)
+            except AssertionError as error:
+                if reached:
+                    raise
+                # Dynamo's own, of a while_loop behind another
+                raise InternalTorchDynamoError(str(error)) from error
     return result
 
 
@@ -227,11 +235,10 @@ def search(cases: int, seed: int, report: Callable[[Program, Exception], None]) 
     def each(program: Program) -> None:
         try:
             compare(program)
+        except UNTRACED:
+            # Dynamo does not trace the program: it never reaches a backend
+            counts["not traced"] += 1
         except Exception as error:
-            # Dynamo does not trace the program: it never reaches a backend, whose assertions Dynamo would wrap
-            if isinstance(error, UNTRACED) or type(error) is AssertionError:
-                counts["not traced"] += 1
-                return
             # a documented fallback: an autograd.Function in a region of the user's
             is_refused = "inside torch.autocast cannot be rewritten" in str(error)
             counts["refused" if is_refused else "findings"] += 1

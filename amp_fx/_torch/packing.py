@@ -24,21 +24,9 @@ from amp_fx._torch.tracing import OpOverload, onednn_computes, own_op, quantised
 from amp_fx.runtime.state import cache_results
 
 __all__ = [
-    "LINEAR",
-    "LINEAR_INT8",
-    "Packing",
-    "adds_fp32_bias",
-    "convolution_int8_op",
-    "convolution_op",
-    "fuse_quantised",
-    "is_faster_as_convolution",
-    "multiplies_int8",
-    "onednn_packs",
-    "packed_memory",
-    "packing",
-    "pointwise_convolution",
-    "pointwise_convolution_int8",
-    "takes_packed_inputs",
+    "LINEAR", "LINEAR_INT8", "Packing", "adds_fp32_bias", "convolution_int8_op", "convolution_op", "fuse_quantised",
+    "is_faster_as_convolution", "multiplies_int8", "onednn_packs", "packed_memory", "packing",
+    "pointwise_convolution", "pointwise_convolution_int8", "takes_packed_inputs",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)

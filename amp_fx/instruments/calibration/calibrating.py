@@ -187,8 +187,8 @@ class _Graphs:
     def _scales(self, steps: Sequence[Step], compiled: Any) -> dict[tuple[int, str], tuple[float, int]]:
         """Scales of what calls read in a level that has an implementation for such; in one forward of each step."""
         device = "cuda" if self._process is not None else next(steps[0].model.parameters()).device.type
-        ways = () if self.level is None else self.level.kernels
-        if not any(way.measured and way.device in (None, device) for way in ways):
+        kernels = () if self.level is None else self.level.kernels
+        if not any(each.measured and each.device in (None, device) for each in kernels):
             return {}
         ranges = Ranges()
         self._meters.append(Meter(self._low, 1.0, of_outputs=True, level=self.level, ranges=ranges))

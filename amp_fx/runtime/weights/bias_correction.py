@@ -25,7 +25,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx.graphs.calls import args_of, argument_value, is_cast
-from amp_fx.graphs.values import storage_of
+from amp_fx.graphs.values import is_eligible, storage_of
 from amp_fx.runtime.weights.lift import Lift
 
 aten = torch.ops.aten
@@ -83,7 +83,9 @@ def moved_mean(weight: Tensor, rounded: Tensor, moments: Tensor, groups: int) ->
         moments: ``[2, channels]``, of the values that the weight multiplies.
         groups: of the convolution; 1 for a product.
     """
-    apart = (weight - rounded.float()).flatten(1).unflatten(1, (weight.shape[1], -1)).sum(2)
+    apart = weight - rounded.float()
+    if apart.ndim > 2:
+        apart = apart.sum([*range(2, apart.ndim)])
     mean = moments[0].view(groups, -1).repeat_interleave(weight.shape[0] // groups, 0)
     moved = (apart * mean).sum(1)
     return torch.where(moved.isfinite(), moved, 0.0)
@@ -126,11 +128,25 @@ class Moments:
             return self._lift.call(norm_moments, *norm) if is_known else None
         if node.op != "call_function" or not node.args:
             return None
-        before = self.of(node.args[0], node)
-        if before is None or is_cast(node) or node.target in _PADS:
+        value, before = node.meta.get("val"), self.of(node.args[0], node)
+        if before is None or not is_eligible(value) or value.shape[1] != before.meta["val"].shape[1]:
+            return None
+        if is_cast(node) or (node.target in _PADS and _is_at_borders(node)):
             return before
         if (op := _ACTIVATIONS.get(node.target)) is not None and not node.kwargs:
             return self._lift.call(activation_moments, before, op, *node.args[1:])
-        if node.target in _ADDS and not node.kwargs and (other := self.of(node.args[1], node)) is not None:
-            return self._lift.call(sum_moments, before, other)
-        return None
+        if node.target not in _ADDS or node.kwargs or (other := self.of(node.args[1], node)) is None:
+            return None
+        # a value that is broadcast has other channels
+        shapes = [each.meta["val"].shape for each in node.all_input_nodes]
+        return (
+            self._lift.call(sum_moments, before, other)
+            if all(each == value.shape for each in shapes)
+            else None
+        )
+
+
+def _is_at_borders(pad: fx.Node) -> bool:
+    """True where a pad puts zeros, or elements of the value, around each channel."""
+    shape, (_, sizes, *how) = pad.meta["val"].shape, args_of(pad)
+    return len(sizes) <= 2 * (len(shape) - 2) and all(isinstance(each, str) or not each for each in how)

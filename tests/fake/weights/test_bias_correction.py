@@ -136,12 +136,24 @@ def test_statistics_that_nobody_has_measured_say_nothing(name: str, monkeypatch:
     assert all(torch.equal(value, plain[key]) for key, value in stored.items())
 
 
-def test_a_value_that_was_written_to_in_between_has_no_known_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+UNKNOWN: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "written to": lambda z, x: z.add_(x),
+    "written to through a view": lambda z, x: z[:, :12].mul_(3.0),
+    "padded with ones": lambda z, x: F.pad(z, (1, 1, 1, 1), value=1.0),
+    "channels padded": lambda z, x: F.pad(z, (0, 0, 0, 0, 1, -1)),
+    "rounded to integers": lambda z, x: z.to(torch.int32).float(),
+    "the data's": lambda z, x: z * x,
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_the_mean_of_a_value_that_no_norm_tells_is_not_guessed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def program(m: Any, x: Tensor) -> Tensor:
-        y = m.before(m.first(x))
-        z = F.relu(y)
-        z.add_(x)
-        return m.after(m.last(z))
+        z = F.relu(m.before(m.first(x)))
+        changed = UNKNOWN[name](z, x)
+        return m.after(m.last(z if "written" in name else changed))
 
     model = measured(
         Parts(program, first=conv(), before=norm(), last=conv(), after=norm()),
@@ -151,6 +163,20 @@ def test_a_value_that_was_written_to_in_between_has_no_known_mean(monkeypatch: p
     monkeypatch.setattr("amp_fx.runtime.weights.bias_correction.Moments.of", lambda *_: None)
     plain = amp_fx.export(model, (x,)).state_dict
     assert all(torch.equal(value, plain[key]) for key, value in stored.items())
+
+
+def test_a_norm_that_changes_changes_the_bias_behind_the_next_one() -> None:
+    make, shape = MODELS["relu"]
+    model, x = measured(make(), torch.randn(shape)), torch.randn(shape)
+    with torch.inference_mode():
+        compiled = torch.compile(model, backend="amp_fx", options={"profile": "off"})
+        compiled(x)
+        with torch.no_grad():
+            model.get_parameter("before.bias").add_(2.0)
+        got = compiled(x)
+        torch._dynamo.reset()
+        amp_fx.reset()
+        assert torch.equal(got, torch.compile(model, backend="amp_fx", options={"profile": "off"})(x))
 
 
 @pytest.mark.parametrize("name", ["relu", "relu6", "silu", "hardswish", "gelu", "tanh"])
