@@ -4,7 +4,7 @@ Two sources of calls, each on CPU (real tensors) and on CUDA (fake tensors, whic
 AutocastCUDA kernels on any machine):
 
 - torch's own lists, ``torch.testing._internal.autocast_test_lists``, with its arguments and expected dtypes;
-- every row of the op lists of amp_fx that can be asked (``tests/ops.py``).
+- every row of the op lists of amp_fx that can be asked (``tests/support/ops/listed_ops.py``).
 
 Each call becomes a graph of its own, which is captured and rewritten as under the user's autocast, and run. It
 agrees if
@@ -38,7 +38,7 @@ from amp_fx._torch import FakeTensorMode, autocast_disabled, enable_autocast
 from amp_fx.compiler.settings import Options
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import tensors
-from ops import ASKED, LOW, arguments, on_device, overload
+from support.ops.listed_ops import ASKED, LOW, arguments, on_device, overload
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "conformance.md"
 START, END = "<!-- agreement: start -->\n", "<!-- agreement: end -->\n"

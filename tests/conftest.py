@@ -20,8 +20,8 @@ from amp_fx.graphs.keys import ATTENTION_MARK, CUSTOM, MARK, RESULT_MARK
 from amp_fx.passes import PASSES, Notes, Pass, PassContext, PassResult
 from amp_fx.passes.specs import spec_after
 from amp_fx.precision.placement.devices import builtin
-from holding import Held
-from versions import IS_2_11
+from support.checks.held_memory import Held
+from support.torch_versions import IS_2_11
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,7 +70,7 @@ def held() -> Held:
 @pytest.fixture(name="op_by_op")
 def _op_by_op() -> Iterator[None]:
     """Inductor's passes run, and no code is generated."""
-    from graphs import op_by_op
+    from support.tracing.captured_graphs import op_by_op
 
     with op_by_op():
         yield
@@ -79,7 +79,7 @@ def _op_by_op() -> Iterator[None]:
 @pytest.fixture(name="without_inductor")
 def _without_inductor() -> Iterator[None]:
     """No code is generated: for what is decided before."""
-    from graphs import without_inductor
+    from support.tracing.captured_graphs import without_inductor
 
     with without_inductor():
         yield

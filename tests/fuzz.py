@@ -2,7 +2,7 @@
 
 A program is a few lines of Python that use ops of the lists, views, in-place writes, mixed dtypes, casts, and
 regions of autocast and of ``no_grad``. Each is traced by Dynamo, rewritten twice (both ``numerics``) and run, with
-options that are drawn as well (``fuzz_programs.py``). Compared with the same lines run eagerly:
+options that are drawn as well (``random_programs.py``). Compared with the same lines run eagerly:
 
 1. dtypes of outputs, mutated inputs and gradients: equal.
 2. who shares a storage with whom, and which inputs were written to: equal.
@@ -32,9 +32,9 @@ from amp_fx._torch import GROUPS
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
 from amp_fx.precision.plans.plan import Plan
-from checks import gradients_for, shared_storages
-from fuzz_programs import FP64, Program, programs, quiet
-from graphs import autocast_in
+from support.checks.whole_program import gradients_for, shared_storages
+from support.ops.random_programs import FP64, Program, programs, quiet
+from support.tracing.captured_graphs import autocast_in
 
 #: Dynamo does not trace every program, and fails on some
 UNTRACED = (InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError)

@@ -24,7 +24,7 @@ from amp_fx.instruments.reports.report import Report
 from amp_fx.viz.graph import DEPTH
 from amp_fx.viz.model import drawing
 from amp_fx.viz.style import COLOURS
-from pictures import NASTY, blocks, chain, compared, nasty
+from support.tracing.handwritten_reports import NASTY, blocks, chain, compared, nasty
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 

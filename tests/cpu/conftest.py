@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from targets import one_process
+from support.programs.target_process import one_process
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import amp_fx
-from architectures import ARCHITECTURES, make
-from arms import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP64, far_off, run
-from zoo import Case
+from support.checks.step_errors import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP64, far_off, run
+from support.models.architectures import ARCHITECTURES, make
+from support.models.zoo import Case
 
 pytestmark = [
     pytest.mark.slow,

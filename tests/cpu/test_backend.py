@@ -18,10 +18,10 @@ from amp_fx import record
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import Region
 from gpt import GPT, GPTConfig, get_batch, make_corpus
-from graphs import DEFAULTS, dynamo_graph, op_by_op
-from holding import run_python
-from scaled import OPTIONS, new_scaler
-from versions import IS_2_11, fails_in
+from support.checks.held_memory import run_python
+from support.models.loss_scaled import OPTIONS, new_scaler
+from support.torch_versions import IS_2_11, fails_in
+from support.tracing.captured_graphs import DEFAULTS, dynamo_graph, op_by_op
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -18,15 +18,15 @@ from torch._inductor.utils import fresh_cache
 
 import amp_fx
 import amp_fx.compiler.compiling
-import combinations
 from amp_fx import GradScaler, record
 from amp_fx.compiler.settings import Options
 from amp_fx.passes.forward import classify
-from combinations import Row
-from combined_runs import STEPS
-from graphs import DEFAULTS, without_inductor
-from holding import run_python
-from versions import UP_TO_2_14
+from support.checks import option_pairs
+from support.checks.held_memory import run_python
+from support.checks.option_pairs import Row
+from support.checks.option_runs import STEPS
+from support.torch_versions import UP_TO_2_14
+from support.tracing.captured_graphs import DEFAULTS, without_inductor
 
 # ---- caches ----
 
@@ -118,10 +118,10 @@ def test_other_programs_may_have_weights_that_are_not_packed() -> None:
         )
 
 
-#: rows of the table of combined options (``combinations.py``), which two processes run
-TRAINED: Row = {**combinations.DEFAULTS, "model": "large"}
+#: rows of the table of combined options (``option_pairs.py``), which two processes run
+TRAINED: Row = {**option_pairs.DEFAULTS, "model": "large"}
 FP8: Row = {**TRAINED, "profile": "with fp8", "policy": "fp8"}
-EVALUATED: Row = {**combinations.DEFAULTS, "model": "tied", "gradients": "no_grad"}
+EVALUATED: Row = {**option_pairs.DEFAULTS, "model": "tied", "gradients": "no_grad"}
 FEATURES = {
     "training": TRAINED,
     "fp16 with a scaler": {**TRAINED, "dtype": "float16", "scaler": "default"},
@@ -143,7 +143,7 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 import amp_fx
-from combined_runs import check_accuracy, compiled, with_files
+from support.checks.option_runs import check_accuracy, compiled, with_files
 
 warnings.simplefilter("error", amp_fx.FallbackWarning)
 rows, folder, found = torch.load(sys.argv[1]), Path(sys.argv[2]), {}

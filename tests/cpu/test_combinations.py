@@ -1,6 +1,6 @@
 """Options together, each pair of their values in some row of a table, on eight small models; and each by itself.
 
-Rows run as programs do (``combined_runs.py``). A sample of the table is fast enough for every day, most of it op by op;
+Rows run as programs do (``option_runs.py``). A sample of the table is fast enough for every day, most of it op by op;
 all of it, down to code, is slow. ``COMBINATIONS=1`` in the environment, or another seed, makes other rows. By itself, a
 feature has no other option: no ``profile="off"``, no ``strict``. A fallback is a warning, and so an error here.
 """
@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-import combinations
 from amp_fx import OptionsError
 from amp_fx.compiler.settings import Options
-from combinations import AXES, DEFAULTS, EXCLUDED, Row, covering_rows, words
-from combined_models import MODELS
-from combined_runs import check, distances, session
+from support.checks import option_pairs
+from support.checks.option_pairs import AXES, DEFAULTS, EXCLUDED, Row, covering_rows, words
+from support.checks.option_runs import check, distances, session
+from support.models.for_options import MODELS
 
 SEED = int(os.environ.get("COMBINATIONS", "0"))
 ROWS = covering_rows(SEED)
-EVERY_DAY = combinations.sample(ROWS, 14)
+EVERY_DAY = option_pairs.sample(ROWS, 14)
 #: of these, code is generated every day
 GENERATED = EVERY_DAY[:2]
 
@@ -44,8 +44,8 @@ def test_options_together_give_what_each_promises_op_by_op(row: Row, tmp_path: P
 
 
 def test_every_pair_that_may_stand_together_is_in_a_row_and_every_value_in_one_of_every_day() -> None:
-    assert set[Any]().union(*map(combinations.pairs_of, ROWS)) == combinations.allowed_pairs()
-    assert all(map(combinations.is_allowed, ROWS))
+    assert set[Any]().union(*map(option_pairs.pairs_of, ROWS)) == option_pairs.allowed_pairs()
+    assert all(map(option_pairs.is_allowed, ROWS))
     assert len(ROWS) < 70
     assert covering_rows(SEED) == ROWS, "the rows are the same each time"
     assert covering_rows(SEED + 1) != ROWS
@@ -54,11 +54,11 @@ def test_every_pair_that_may_stand_together_is_in_a_row_and_every_value_in_one_o
 
 
 def test_no_pair_is_left_out_but_what_the_table_says_and_what_follows_from_it() -> None:
-    left_out = {*combinations.all_pairs()} - combinations.allowed_pairs()
+    left_out = {*option_pairs.all_pairs()} - option_pairs.allowed_pairs()
     # the recipe needs policy fp8, and measured scales int8: there is one policy, and those numerics have neither
     three = ("fp8", "rowwise"), ("numerics", "eager"), ("plan", "measured")
     unnamed = {frozenset(pair) for pair in itertools.combinations(three, 2)}
-    assert {pair for pair in left_out if combinations.is_allowed(dict(pair))} == unnamed
+    assert {pair for pair in left_out if option_pairs.is_allowed(dict(pair))} == unnamed
     for excluded in EXCLUDED:
         assert all(set(names) <= AXES[axis].keys() for axis, names in excluded.values.items())
 
@@ -72,7 +72,7 @@ def test_what_contradicts_itself_is_refused(reason: str) -> None:
     for names in itertools.product(*excluded.values()):
         row = {**DEFAULTS, **dict(zip(excluded, names, strict=True))}
         with pytest.raises(OptionsError):
-            Options.parse(None, combinations.options_of(row))
+            Options.parse(None, option_pairs.options_of(row))
 
 
 @pytest.mark.parametrize("gradients", ["train", "no_grad"])

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import AmpFxError, Comparison, InputError, OptionsError
-from documents import Net
 from examples import hugging_face
-from holding import peak_bytes
-from levels import error
-from small_models import GPT, Parts, tokens
-from spoiled import FP16, OFF, SPOILED, kelvin, mean_square
+from support.checks.below_16_bits import error
+from support.checks.held_memory import peak_bytes
+from support.document_blocks import Net
+from support.models.small import GPT, Parts, tokens
+from support.models.spoiled_by_low_dtypes import FP16, OFF, SPOILED, kelvin, mean_square
 
 
 def compared(model: nn.Module, *batch: Any, **given: Any) -> Comparison:
@@ -66,7 +66,7 @@ def test_in_training_it_is_named_and_the_remedy_mends_it(program: str, without_i
     assert (found.healthy, found.culprit) == (False, culprit)
     assert found.first_nonfinite == (None if program == "kelvin" else "norm")
     assert found.culprit_call is not None
-    assert "spoiled.py" in found.culprit_call.source
+    assert "spoiled_by_low_dtypes.py" in found.culprit_call.source
     mended = compared(model, x, options=found.remedy)
     assert mended.healthy
     assert mended.result_error < 0.2 * found.result_error

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import distributed
-from distributed import global_batches, global_tokens, new_gpt2, new_model, on_processes
-from graphs import autocast_in
+from support.programs import distributed_runs
+from support.programs.distributed_runs import global_batches, global_tokens, new_gpt2, new_model, on_processes
+from support.tracing.captured_graphs import autocast_in
 
 
 def on_one_process(
@@ -57,7 +57,7 @@ def assert_same_parameters(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_an_overflow_on_one_process_skips_the_step_on_both(kind: str, tmp_path: Path) -> None:
-    first, second = on_processes(2, distributed.scaled_training, tmp_path, kind, 1)
+    first, second = on_processes(2, distributed_runs.scaled_training, tmp_path, kind, 1)
     for each in (first, second):
         # one for each of DDP's buckets; one of the first block, whose input has no gradient, and one of the others
         assert each["graphs"] == {"ddp": 3, "fsdp2": 2}[kind]
@@ -76,7 +76,7 @@ def test_an_overflow_on_one_process_skips_the_step_on_both(kind: str, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, tmp_path: Path) -> None:
-    first, second = on_processes(2, distributed.trained_and_resumed, tmp_path, kind)
+    first, second = on_processes(2, distributed_runs.trained_and_resumed, tmp_path, kind)
     expected, _ = on_one_process(4, "AdamW", 1e-3)
     # bf16 has 8 bits; the loss falls by far more
     assert first["losses"] == pytest.approx(expected, rel=5e-3)
@@ -97,7 +97,7 @@ def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, t
 
 
 def on_one_gpt2(dtype: torch.dtype | None = None) -> tuple[list[float], dict[str, Tensor]]:
-    """The same of :func:`distributed.attending_training`."""
+    """The same of :func:`distributed_runs.attending_training`."""
     model = new_gpt2()
     own = torch.optim.SGD(model.parameters(), lr=0.5)
     return trained(model, own, global_tokens(3), lambda x: model(input_ids=x, labels=x).loss, dtype)
@@ -106,7 +106,7 @@ def on_one_gpt2(dtype: torch.dtype | None = None) -> tuple[list[float], dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_attention_as_products_trains_on_processes_with_recomputed_blocks(kind: str, tmp_path: Path) -> None:
-    first, second = on_processes(2, distributed.attending_training, tmp_path, kind)
+    first, second = on_processes(2, distributed_runs.attending_training, tmp_path, kind)
     losses, exact = on_one_gpt2()
     _, autocast = on_one_gpt2(torch.bfloat16)
     start = dict(new_gpt2().named_parameters())
@@ -123,7 +123,7 @@ def test_attention_as_products_trains_on_processes_with_recomputed_blocks(kind: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tp", "fsdp2 + tp"])
 def test_four_processes_with_tensor_parallelism_train_as_one_does(kind: str, tmp_path: Path) -> None:
-    found = on_processes(4, distributed.parallel_training, tmp_path, kind)
+    found = on_processes(4, distributed_runs.parallel_training, tmp_path, kind)
     losses, exact = on_one_process(3, "SGD", 1.0)
     _, autocast = on_one_process(3, "SGD", 1.0, dtype=torch.bfloat16)
     assert losses[0] - losses[2] > 0.02 * losses[0]

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import amp_fx
 from amp_fx.errors import FallbackWarning
-from documents import APART, BEFORE, ELSEWHERE, NOT_RUN, ROOT, SETUPS, blocks, pages
-from graphs import op_by_op
+from support.document_blocks import APART, BEFORE, ELSEWHERE, NOT_RUN, ROOT, SETUPS, blocks, pages
+from support.tracing.captured_graphs import op_by_op
 
 PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(blocks(page))]
 MARKS = {"quantised.md": [pytest.mark.int8_rate]}

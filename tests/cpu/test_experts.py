@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import amp_fx
-from graphs import DEFAULTS
-from small_models import Mixture
+from support.models.small import Mixture
+from support.tracing.captured_graphs import DEFAULTS
 
 RULE = {"policy": {"rules": [{"op": "_grouped_mm", "precision": "fp32"}]}}
 

@@ -21,11 +21,11 @@ from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, recor
 from amp_fx.graphs.fallback import is_for_the_caller
 from amp_fx.passes import LayOutGradients, PlaceLevels
 from amp_fx.runtime.weights.cache import WeightCache
-from graphs import op_by_op, without_inductor
-from holding import Held
-from levels import MLP, lowered
-from levels import options as level_options
-from small_models import near_autocast
+from support.checks.below_16_bits import MLP, lowered
+from support.checks.below_16_bits import options as level_options
+from support.checks.held_memory import Held
+from support.models.small import near_autocast
+from support.tracing.captured_graphs import op_by_op, without_inductor
 
 
 class OnPurposeError(KeyError):

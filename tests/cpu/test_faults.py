@@ -18,7 +18,7 @@ import amp_fx
 from amp_fx._torch.faults import FAULTS, mended
 from amp_fx.compiler import backend
 from amp_fx.errors import CaptureError
-from small_models import Parts
+from support.models.small import Parts
 
 IS_2_13 = torch.__version__.startswith("2.13.")
 #: bf16 on any CPU

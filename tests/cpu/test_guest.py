@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import guest
-from holding import run_python
+from support.checks.held_memory import run_python
+from support.programs import torch_alone
 
 # one worker starts the processes
 pytestmark = pytest.mark.xdist_group("guest")
@@ -19,7 +19,7 @@ Said = dict[str, dict[str, Any]]
 
 
 def say(*arguments: str, **environment: str) -> dict[str, Any]:
-    return json.loads(run_python(guest.__file__, *arguments, **environment).stdout)
+    return json.loads(run_python(torch_alone.__file__, *arguments, **environment).stdout)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def said() -> Said:
         return dict(zip(KINDS, threads.map(say, KINDS), strict=True))
 
 
-@pytest.mark.parametrize("program", [program.__name__ for program in guest.PROGRAMS])
+@pytest.mark.parametrize("program", [program.__name__ for program in torch_alone.PROGRAMS])
 def test_importing_or_a_model_of_amp_fx_changes_nothing_for_others(said: Said, program: str) -> None:
     alone, imported, used = (said[kind][program] for kind in KINDS)
     assert (used["values"], used["graphs"]) == (alone["values"], alone["graphs"])

@@ -20,10 +20,10 @@ from amp_fx._torch import make_fx, multiplies_int8, quantised_ops
 from amp_fx.passes import PassContext, ReadScales
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import ReasonKind
-from graphs import default_dtype, without_inductor
-from holding import Held
-from levels import error
-from small_models import Parts
+from support.checks.below_16_bits import error
+from support.checks.held_memory import Held
+from support.models.small import Parts
+from support.tracing.captured_graphs import default_dtype, without_inductor
 
 #: all that may run in int8 does, whether it pays or not
 OPTIONS = {"policy": "int8", "profile": "off", "strict": True}
@@ -275,7 +275,7 @@ def test_with_gradients_the_policy_means_autocast_and_says_so_once(caplog: pytes
     assert len([row for row in caplog.records if "int8" in row.getMessage()]) <= 1
 
 
-# what contradicts it among options is in the table of combinations.py, and that it has no gradients to calibrate, in
+# what contradicts it among options is in the table of option_pairs.py, and that it has no gradients to calibrate, in
 # calibration/test_outputs.py
 # without VNNI torch clamps sums of the full range
 @pytest.mark.parametrize("int8_range", [pytest.param("full", marks=pytest.mark.int8), "reduced"])

@@ -17,9 +17,9 @@ import amp_fx
 from amp_fx.passes import PassContext
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.viz.words import summary
-from graphs import op_by_op
-from levels import INT8_CPU
-from measured_scales import calibrated, convnet, images, wrong
+from support.checks.below_16_bits import INT8_CPU
+from support.models.calibrated import calibrated, convnet, images, wrong
+from support.tracing.captured_graphs import op_by_op
 
 #: flags of a CPU with VNNI and without instructions for bf16
 FLAGS = {"avx2": True, "avx512_bw": True, "avx512_vnni": True}

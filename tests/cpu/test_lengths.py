@@ -14,9 +14,9 @@ from torch import Tensor
 
 import amp_fx
 from amp_fx.instruments.step import relative_error
-from architectures import GROUPED, SIZES, of_transformers
-from arms import AMP_FX, EAGER_AUTOCAST, FP64, far_off, run
-from zoo import Batch, Case, normal, tokens
+from support.checks.step_errors import AMP_FX, EAGER_AUTOCAST, FP64, far_off, run
+from support.models.architectures import GROUPED, SIZES, of_transformers
+from support.models.zoo import Batch, Case, normal, tokens
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import amp_fx
-import zoo
 from amp_fx.passes import PlaceLevels
 from amp_fx.precision.placement.level_cost import LevelCost
 from amp_fx.precision.policy.levels import LEVELS, levels_of
 from benchmarks.learning import TASKS
-from graphs import op_by_op, without_inductor
-from holding import Held
-from levels import FP8_CPU, MLP, error, exact_gradients, gpt, gradients, llama, options
-from small_models import Parts
+from support.checks.below_16_bits import FP8_CPU, MLP, error, exact_gradients, gpt, gradients, llama, options
+from support.checks.held_memory import Held
+from support.models import zoo
+from support.models.small import Parts
+from support.tracing.captured_graphs import op_by_op, without_inductor
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-import zoo
-from arms import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP32, FP64, Arm, Run, run, wrong_gradients
-from graphs import without_inductor
+from support.checks.step_errors import (
+    AMP_FX,
+    AUTOCAST,
+    EAGER_AUTOCAST,
+    FP32,
+    FP64,
+    Arm,
+    Run,
+    run,
+    wrong_gradients,
+)
+from support.models import zoo
+from support.tracing.captured_graphs import without_inductor
 
 #: of these code is generated in every run
 GENERATED = ("mlp",)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_fx import CaptureError, FallbackWarning, GradScaler
-from graphs import DEFAULTS
-from holding import Held
-from small_models import Parts
+from support.checks.held_memory import Held
+from support.models.small import Parts
+from support.tracing.captured_graphs import DEFAULTS
 
 SCALER = "swapping"
 

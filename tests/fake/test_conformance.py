@@ -18,8 +18,8 @@ from torch.library import _scoped_library
 
 import conformance
 from amp_fx import FallbackWarning
-from checks import agree
-from versions import fails_in
+from support.checks.whole_program import agree
+from support.torch_versions import fails_in
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: one rounding more is fine
@@ -244,7 +244,7 @@ STEPS = [40, pytest.param(int(os.environ.get("DATABASES", "4")), marks=pytest.ma
 @pytest.mark.parametrize("step", STEPS)
 def test_calls_of_torchs_databases_agree_with_autocast(step: int) -> None:
     # the databases take seconds to import
-    from databases import EXPLAINED, modules, ops, outcome
+    from support.ops.torch_databases import EXPLAINED, modules, ops, outcome
 
     samples = [*ops(step), *modules(step)]
     samples += [sample for sample in ops() if sample.name.rpartition(" ")[0] in NAMED]

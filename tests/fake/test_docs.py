@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from griffe import load_extensions, temporary_visited_package
 
-from documents import FENCE, ROOT, blocks, pages
+from support.document_blocks import FENCE, ROOT, blocks, pages
 
 PAGES = pages()
 

@@ -16,7 +16,7 @@ from amp_fx._torch import dynamo as hooks
 from amp_fx.compiler import notices
 from amp_fx.precision.policy import table
 from amp_fx.runtime import state
-from documents import ROOT
+from support.document_blocks import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ from amp_fx._torch import dynamo as hooks
 from amp_fx.compiler import notices
 from amp_fx.instruments.reports import explaining
 from amp_fx.precision.placement.profile import DeviceProfile
-from small_models import Recurrent
-from versions import UP_TO_2_13, UP_TO_2_14
+from support.models.small import Recurrent
+from support.torch_versions import UP_TO_2_13, UP_TO_2_14
 
 
 @pytest.fixture(autouse=True)

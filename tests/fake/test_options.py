@@ -22,8 +22,8 @@ from amp_fx.precision.placement.devices import builtin
 from amp_fx.precision.placement.profile import ProfileError
 from amp_fx.precision.plans.sensitivity import Sensitivity
 from amp_fx.precision.policy.levels import AUTO, levels_of
-from combinations import AXES
-from documents import ROOT
+from support.checks.option_pairs import AXES
+from support.document_blocks import ROOT
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

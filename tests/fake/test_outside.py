@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import OptionsError
-from outside import COMPILED, LEFT, Between
+from support.models.graph_breaks import COMPILED, LEFT, Between
 
 X = torch.randn(2, 4, 8)
 OFF: dict[str, Any] = {"profile": "off", "strict": True}

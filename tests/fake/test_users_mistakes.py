@@ -12,7 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import amp_fx
 from amp_fx.compiler import backend
-from graphs import without_inductor
+from support.tracing.captured_graphs import without_inductor
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"policyy": 1}, amp_fx.OptionsError, "policyy"),

@@ -13,9 +13,9 @@ import amp_fx
 from benchmarks.arms import ARMS
 from benchmarks.errors import measure
 from benchmarks.workloads import build_workload, gpt2
-from combinations import Row, covering_rows, words
-from combined_runs import check
-from holding import double, renewed, served
+from support.checks.held_memory import double, renewed, served
+from support.checks.option_pairs import Row, covering_rows, words
+from support.checks.option_runs import check
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,9 @@ from amp_fx.precision.placement.measuring import measure
 from amp_fx.precision.placement.profile import FLOAT8
 from amp_fx.precision.policy.levels import levels_of
 from benchmarks.workloads import llama_512
-from holding import renewed
-from levels import MLP, error, exact_gradients, gradients
-from small_models import GPT
+from support.checks.below_16_bits import MLP, error, exact_gradients, gradients
+from support.checks.held_memory import renewed
+from support.models.small import GPT
 
 
 def _capability() -> tuple[int, int]:

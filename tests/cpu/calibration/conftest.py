@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from amp_fx import CalibratedPlan, Calibration
-from graphs import op_by_op
-from measured_scales import calibrated, convnet, images
+from support.models.calibrated import calibrated, convnet, images
+from support.tracing.captured_graphs import op_by_op
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,9 @@ from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.sensitivity import Sensitivity
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
-from graphs import known, low_calls, without_inductor
-from holding import peak_bytes
-from small_models import GPT, Parts, SpreadNorm, tokens, train
+from support.checks.held_memory import peak_bytes
+from support.models.small import GPT, Parts, SpreadNorm, tokens, train
+from support.tracing.captured_graphs import known, low_calls, without_inductor
 
 #: rates at which small matmuls gain
 RATES = DeviceProfile("test", "cpu", {"float32": 1e9, "bfloat16": 1e11, "float16": 1e11}, 1e11, 1e-9)
@@ -177,7 +177,7 @@ def test_blame_fits_one_screen_and_names_op_operand_module_and_line() -> None:
     assert len(lines) <= 30
     assert all(len(line) <= 160 for line in lines)
     worst = next(line for line in lines if "%" in line)
-    assert all(named in worst for named in ("linear result", "up", "small_models.py"))
+    assert all(named in worst for named in ("linear result", "up", "small.py"))
     # every share is of the whole
     shares = [float(line.split("%")[0]) for line in lines if "%" in line]
     assert sum(shares) == pytest.approx(100, abs=1)

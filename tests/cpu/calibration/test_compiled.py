@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
-import zoo
 from amp_fx.compiler.settings import Options
 from amp_fx.instruments.batches import call_of
 from amp_fx.instruments.calibration.verifying import Verifier
 from amp_fx.instruments.step import Step
 from amp_fx.precision.placement.profile import DeviceProfile
-from graphs import known
-from small_models import SpreadNorm, train
+from support.models import zoo
+from support.models.small import SpreadNorm, train
+from support.tracing.captured_graphs import known
 
 AUTOCAST = {"policy": "autocast", "profile": "off"}
 

@@ -37,9 +37,9 @@ from amp_fx.passes.base import run_in_order
 from amp_fx.precision.plans.label import Takes, label_of
 from amp_fx.precision.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity, as_number
 from amp_fx.precision.policy import OpClass
-from graphs import captured
-from levels import calls, error, exact_gradients
-from small_models import GPT, Fragile, Parts, tokens, train
+from support.checks.below_16_bits import calls, error, exact_gradients
+from support.models.small import GPT, Fragile, Parts, tokens, train
+from support.tracing.captured_graphs import captured
 
 Batch = tuple[Tensor, Tensor]
 PROBABILITIES, SCORES, RESULT = INSIDE

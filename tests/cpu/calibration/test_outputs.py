@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.errors import AmpFxError, OptionsError, PlanError
 from amp_fx.precision.plans.sensitivity import Sensitivity
-from levels import error, exact
-from small_models import Beyond, Parts
+from support.checks.below_16_bits import error, exact
+from support.models.small import Beyond, Parts
 
 
 def images(seed: int) -> Tensor:

@@ -16,9 +16,9 @@ import amp_fx
 from amp_fx import CalibratedPlan, Calibration
 from amp_fx.instruments.calibration.ranges import Ranges, fitted, requantised
 from amp_fx.precision.plans.sensitivity import INPUT, MEASURED
-from graphs import without_inductor
-from measured_scales import PROFILE, calibrated, compiled, images, wrong
-from small_models import Parts
+from support.models.calibrated import PROFILE, calibrated, compiled, images, wrong
+from support.models.small import Parts
+from support.tracing.captured_graphs import without_inductor
 
 
 def test_a_range_has_zero_in_it_and_one_sided_values_have_all_bytes() -> None:

@@ -24,11 +24,11 @@ from amp_fx.instruments.calibration.ranges import SAMPLES
 from amp_fx.precision.plans.sensitivity import CallSensitivity, as_number
 from amp_fx.precision.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT, Level, Scale, levels_of
 from amp_fx.precision.policy.scaled import run, scale_of, scaled
-from graphs import known
-from levels import FP8_CPU, MLP, error, exact_gradients, gradients, options
-from levels import gpt as gpt_256
-from levels import llama as llama_256
-from small_models import GPT, Parts, tokens, train
+from support.checks.below_16_bits import FP8_CPU, MLP, error, exact_gradients, gradients, options
+from support.checks.below_16_bits import gpt as gpt_256
+from support.checks.below_16_bits import llama as llama_256
+from support.models.small import GPT, Parts, tokens, train
+from support.tracing.captured_graphs import known
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -10,10 +10,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import amp_fx
-from graphs import DEFAULTS
-from levels import error
-from measured_scales import calibrated
-from sized_models import SIZED, make
+from support.checks.below_16_bits import error
+from support.models.any_length import SIZED, make
+from support.models.calibrated import calibrated
+from support.tracing.captured_graphs import DEFAULTS
 
 #: rows and lengths: as calibrated, and others
 _MADE, _OTHERS = (2, 6), ((2, 6), (2, 9), (3, 7), (1, 1))

@@ -20,7 +20,7 @@ import amp_fx
 from amp_fx import CalibratedPlan
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.sensitivity import INPUT
-from measured_scales import PROFILE, calibrated, compiled, images, wrong
+from support.models.calibrated import PROFILE, calibrated, compiled, images, wrong
 
 
 def test_without_kept_weights_scales_are_found_in_each_call(model: Any, plan: CalibratedPlan) -> None:

@@ -18,9 +18,9 @@ from amp_fx.instruments.targets.process import TargetProcess
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.sensitivity import Sensitivity
 from amp_fx.precision.policy.levels import ROLES
-from graphs import known
-from levels import MLP
-from small_models import GPT, Parts, tokens, train
+from support.checks.below_16_bits import MLP
+from support.models.small import GPT, Parts, tokens, train
+from support.tracing.captured_graphs import known
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from amp_fx.compiler.settings import Options
 from amp_fx.instruments.calibration.verifying import Verifier
 from amp_fx.instruments.step import Step
 from amp_fx.precision.plans.sensitivity import CallSensitivity, as_number
-from levels import FP8_CPU, MLP, emulating_blocks, error, exact_gradients, gradients
-from small_models import Parts
+from support.checks.below_16_bits import FP8_CPU, MLP, emulating_blocks, error, exact_gradients, gradients
+from support.models.small import Parts
 
 Map = Callable[[Tensor], Tensor]
 

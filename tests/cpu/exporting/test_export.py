@@ -26,9 +26,9 @@ from torch.utils import cpp_extension
 
 import amp_fx
 from examples import hugging_face
-from graphs import rewrite
-from levels import FP8_CPU, error_of, exact
-from small_models import Beyond, Parts, UpDown
+from support.checks.below_16_bits import FP8_CPU, error_of, exact
+from support.models.small import Beyond, Parts, UpDown
+from support.tracing.captured_graphs import rewrite
 
 pytestmark = pytest.mark.xdist_group("export")
 

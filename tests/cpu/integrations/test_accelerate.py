@@ -15,8 +15,8 @@ from torch import nn
 
 import amp_fx
 from amp_fx.integrations.accelerate import AmpFxPlugin, GradScaler
-from integrations import batches, low, moved, weights
-from small_models import UpDown
+from support.models.small import UpDown
+from support.other_libraries import batches, low, moved, weights
 
 FP16 = {"dtype": "float16", "scaler": "default", "profile": "off"}
 

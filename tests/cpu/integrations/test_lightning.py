@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.integrations.metrics import ScalerMetrics
-from integrations import low, moved, weights
-from small_models import UpDown
+from support.models.small import UpDown
+from support.other_libraries import low, moved, weights
 
 pytestmark = [
     # Lightning's advice
@@ -27,7 +27,7 @@ pytestmark = [
 @pytest.fixture
 def lit() -> Any:
     """What the tests share, imported when they run."""
-    return importlib.import_module("lit")
+    return importlib.import_module("support.models.lightning_modules")
 
 
 # ---- the Trainer ----

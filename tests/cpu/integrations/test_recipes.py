@@ -17,7 +17,7 @@ import train_diffusers
 import train_timm
 import train_torchtitan
 from examples import hugging_face
-from integrations import QUIET, low, weights
+from support.other_libraries import QUIET, low, weights
 
 
 @pytest.mark.slow

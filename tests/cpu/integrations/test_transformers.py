@@ -17,9 +17,9 @@ import amp_fx
 from amp_fx.integrations.metrics import ScalerMetrics
 from amp_fx.integrations.transformers import AmpFxCallback, AmpFxTrainerMixin, MetricsCallback
 from examples import hugging_face
-from holding import Held
-from integrations import INF, QUIET, low, moved, weights
-from small_models import UpDown
+from support.checks.held_memory import Held
+from support.models.small import UpDown
+from support.other_libraries import INF, QUIET, low, moved, weights
 
 OPTIONS = {"profile": "off"}
 

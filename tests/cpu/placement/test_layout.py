@@ -14,7 +14,7 @@ from torch._dynamo.compiled_autograd import _enable
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import record
-from graphs import DEFAULTS
+from support.tracing.captured_graphs import DEFAULTS
 
 
 def net() -> nn.Module:

@@ -24,8 +24,8 @@ from amp_fx.instruments.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.precision.plans.plan import dtype_name
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
-from small_models import Parts, UpDown
-from versions import IS_2_11
+from support.models.small import Parts, UpDown
+from support.torch_versions import IS_2_11
 
 # tests share a report
 pytestmark = pytest.mark.xdist_group("explain")

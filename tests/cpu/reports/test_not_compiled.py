@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import Report
-from small_models import Parts, Recurrent, UpDown
-from versions import UP_TO_2_13, UP_TO_2_14
+from support.models.small import Parts, Recurrent, UpDown
+from support.torch_versions import UP_TO_2_13, UP_TO_2_14
 
 
 def explained(model: nn.Module, *args: Tensor) -> Report:

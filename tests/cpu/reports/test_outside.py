@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx import Report
 from amp_fx.instruments.reports.outside import OutsideFlops
-from graphs import without_inductor
-from outside import LEFT, Between
-from small_models import Parts
+from support.models.graph_breaks import LEFT, Between
+from support.models.small import Parts
+from support.tracing.captured_graphs import without_inductor
 
 OFF: dict[str, Any] = {"profile": "off", "strict": True}
 X = torch.randn(2, 4, 8)

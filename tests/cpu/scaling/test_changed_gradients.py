@@ -14,8 +14,8 @@ from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from scaled import INF, NAN, Loop, batch, compiled, gradient, loss_of, same, weights
-from small_models import UpDown
+from support.models.loss_scaled import INF, NAN, Loop, batch, compiled, gradient, loss_of, same, weights
+from support.models.small import UpDown
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 

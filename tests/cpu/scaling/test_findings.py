@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx.runtime.scaling import findings
 from amp_fx.runtime.scaling.findings import ScaledStep, _bad, look
-from scaled import INF, NAN
+from support.models.loss_scaled import INF, NAN
 
 FP32 = torch.float32
 

@@ -15,13 +15,23 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
-import scaled
 from amp_fx import SecondDerivativeError
 from amp_fx._torch import FakeTensor, FakeTensorMode
 from amp_fx.compiler.compiling import ScaledGraph
-from scaled import INF, OPTIONS, Loop, batch, compiled, gradient, gradients_are, loss_of, new_scaler
-from small_models import Parts, UpDown
-from versions import fails_in
+from support.models import loss_scaled
+from support.models.loss_scaled import (
+    INF,
+    OPTIONS,
+    Loop,
+    batch,
+    compiled,
+    gradient,
+    gradients_are,
+    loss_of,
+    new_scaler,
+)
+from support.models.small import Parts, UpDown
+from support.torch_versions import fails_in
 
 PARAMETERS = ["up.weight", "up.bias", "down.weight", "down.bias"]
 
@@ -62,7 +72,7 @@ def test_torchs_scaling_cases_end_where_eager_fp32_ends(fused: bool, pattern: st
         backwards(pattern, x, y, model, opt_scaling, scaler, index == skip)
         assert scaler.step_taken(opt_scaling) is (index != skip)
         scaler.update()
-    assert scaled.close(scaling, control, 5e-3)
+    assert loss_scaled.close(scaling, control, 5e-3)
     # three steps taken, one skipped
     assert scaler.get_scale() == 128.0 * 2**3 * 0.5
     assert scaler.skipped_steps == 1
@@ -100,8 +110,8 @@ def test_several_losses_models_and_optimizers_share_a_scaler() -> None:
         # only the optimizer whose own parameters are bad is skipped
         assert [scaler.step_taken(o) for o in (opt_scaling0, opt_scaling1)] == [True, index != skip]
         scaler.update()
-    assert scaled.close(scaling0, control0, 5e-3)
-    assert scaled.close(scaling1, control1, 5e-3)
+    assert loss_scaled.close(scaling0, control0, 5e-3)
+    assert loss_scaled.close(scaling1, control1, 5e-3)
     assert scaler.get_scale() == 128.0 * 2**3 * 0.5
 
 
@@ -125,7 +135,7 @@ def test_tiny_gradients_arrive() -> None:
     def tiny(m: Callable[..., Tensor]) -> Tensor:
         return m(x).pow(2).mean() * 1e-9
 
-    exact = scaled.fp32_gradients(loop.model, tiny)
+    exact = loss_scaled.fp32_gradients(loop.model, tiny)
     assert max(value.abs().max() for value in exact) < 6e-8 / 10, "fp16 could hold these by itself"
     unscaled = Loop(copy.deepcopy(loop.model), name="off", enabled=False)
     for each in (loop, unscaled):

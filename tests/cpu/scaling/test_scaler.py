@@ -16,11 +16,22 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_fx.runtime.scaling.findings
-import scaled
 from amp_fx import GradScaler, ScalerError
-from graphs import default_dtype
-from scaled import INF, Loop, batch, compiled, gradient, gradients_are, loss_of, new_scaler, same, weights
-from small_models import Parts, UpDown
+from support.models import loss_scaled
+from support.models.loss_scaled import (
+    INF,
+    Loop,
+    batch,
+    compiled,
+    gradient,
+    gradients_are,
+    loss_of,
+    new_scaler,
+    same,
+    weights,
+)
+from support.models.small import Parts, UpDown
+from support.tracing.captured_graphs import default_dtype
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -235,7 +246,7 @@ def test_a_disabled_scaler_changes_nothing() -> None:
     around = ((loop.scaler, loop.run), (torch.amp.GradScaler("cpu"), loop.run), (loop.scaler, loop.model))
     for scaler, run in around:
         before = weights(loop.model)
-        scaled.step(scaler, loop.optimizer, run)
+        loss_scaled.step(scaler, loop.optimizer, run)
         assert not same(loop.model, before)
     assert loop.scaler.step_taken(loop.optimizer)
     assert (loop.scaler.state_dict(), loop.scaler.skipped_steps) == ({}, 0)

@@ -16,8 +16,19 @@ import amp_fx
 from amp_fx._torch import BEFORE_STEP
 from amp_fx.errors import ScalerError, ScalingWarning
 from amp_fx.runtime.scaling import scaler as scalers
-from scaled import OPTIONS, Loop, batch, compiled, gradients_are, loss_of, new_scaler, same, step, weights
-from small_models import UpDown
+from support.models.loss_scaled import (
+    OPTIONS,
+    Loop,
+    batch,
+    compiled,
+    gradients_are,
+    loss_of,
+    new_scaler,
+    same,
+    step,
+    weights,
+)
+from support.models.small import UpDown
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import zoo
 from amp_fx.errors import WeightsError
 from amp_fx.instruments.targets.tracing import TracedGraph
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
@@ -25,10 +24,20 @@ from amp_fx.precision.placement.cost import CostModel
 from benchmarks.counts import ASSUMED, main
 from benchmarks.results import read
 from benchmarks.workloads import WORKLOADS
-from graphs import captured, rewrite
-from small_models import Parts
-from targets import OFF, Facts, facts, needs_a_target, process, quick_ones, trace_case, traced
-from versions import IS_2_11, UP_TO_2_13
+from support.models import zoo
+from support.models.small import Parts
+from support.programs.target_process import (
+    OFF,
+    Facts,
+    facts,
+    needs_a_target,
+    process,
+    quick_ones,
+    trace_case,
+    traced,
+)
+from support.torch_versions import IS_2_11, UP_TO_2_13
+from support.tracing.captured_graphs import captured, rewrite
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 

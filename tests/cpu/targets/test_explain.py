@@ -20,8 +20,8 @@ from amp_fx.instruments.targets._torch import enter
 from amp_fx.instruments.targets.process import TargetProcess
 from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.viz.model import drawing
-from small_models import Mixture, Parts
-from targets import OFF, needs_a_target, process, quick_ones
+from support.models.small import Mixture, Parts
+from support.programs.target_process import OFF, needs_a_target, process, quick_ones
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 

@@ -17,8 +17,8 @@ from amp_fx.precision.placement.level_cost import copy_traffic
 from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.policy.levels import FORWARD, LEVELS, WEIGHT
 from examples.gpt import Block, GPTConfig
-from small_models import Parts
-from targets import OFF, Facts, facts, needs_a_target, process, quick_ones, traced
+from support.models.small import Parts
+from support.programs.target_process import OFF, Facts, facts, needs_a_target, process, quick_ones, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 

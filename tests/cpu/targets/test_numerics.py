@@ -21,15 +21,15 @@ from amp_fx._torch import find_nonfinite_
 from amp_fx.instruments.targets.tracing import Tracer
 from amp_fx.precision.plans.label import ReasonKind
 from examples.gpt import GPT, GPTConfig
-from generated import Code
-from holding import run_python
-from interpreted import Step
-from small_models import Parts
-from targets import OFF, needs_a_target, process, quick_ones
+from support.checks.held_memory import run_python
+from support.models.small import Parts
+from support.programs.target_code import Code
+from support.programs.target_process import OFF, needs_a_target, process, quick_ones
+from support.programs.triton_interpreted import Step
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
-PROGRAM = Path(__file__).parents[2] / "interpreted.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "programs" / "triton_interpreted.py"
 SCALE = 2.0**12
 
 

@@ -11,12 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zoo
 from amp_fx.instruments.targets.tracing import TracedGraph
 from examples.gpt import GPT, GPTConfig
-from generated import Code
-from small_models import Parts
-from targets import MADE, OFF, facts, needs_a_target, process, quick_ones, trace_case, traced
+from support.models import zoo
+from support.models.small import Parts
+from support.programs.target_code import Code
+from support.programs.target_process import (
+    MADE,
+    OFF,
+    facts,
+    needs_a_target,
+    process,
+    quick_ones,
+    trace_case,
+    traced,
+)
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 

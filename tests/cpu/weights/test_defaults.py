@@ -15,10 +15,10 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 from amp_fx.runtime.weights import touch
-from holding import Compiles, Held
-from levels import INT8_CPU, error, exact
-from small_models import Parts, first, near_autocast
-from writes import WRITES, new_layer
+from support.checks.below_16_bits import INT8_CPU, error, exact
+from support.checks.held_memory import Compiles, Held
+from support.checks.weight_writes import WRITES, new_layer
+from support.models.small import Parts, first, near_autocast
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:

@@ -17,9 +17,9 @@ from torch._inductor.utils import run_and_get_code
 import amp_fx.compiler.compiling
 from amp_fx import WeightsError
 from amp_fx.precision.placement.profile import DeviceProfile
-from graphs import DEFAULTS
-from holding import Compiles, Held
-from small_models import Parts, near_autocast
+from support.checks.held_memory import Compiles, Held
+from support.models.small import Parts, near_autocast
+from support.tracing.captured_graphs import DEFAULTS
 
 
 def new_net() -> Any:

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx.compiler.compiling
 from amp_fx._torch import LINEAR, LINEAR_INT8, is_faster_as_convolution
-from graphs import DEFAULTS, autocast_in
-from holding import Held
-from small_models import Parts, near_autocast
+from support.checks.held_memory import Held
+from support.models.small import Parts, near_autocast
+from support.tracing.captured_graphs import DEFAULTS, autocast_in
 
 
 @pytest.fixture(name="products")

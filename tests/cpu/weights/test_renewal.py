@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from holding import run_python
-from versions import fails_in
+from support.checks.held_memory import run_python
+from support.torch_versions import fails_in
 
 triton = pytest.importorskip("triton", reason="needs Triton, which builds of torch for GPUs bring")
 
 
 @fails_in("2.11", fault="its Triton 3.6 interprets no loop with NumPy 2.4")
 def test_on_a_gpu_copies_follow_their_weights_and_writes_are_seen_as_on_a_cpu() -> None:
-    program = Path(__file__).parents[2] / "renewed.py"
+    program = Path(__file__).parents[2] / "support" / "programs" / "renewed_copies.py"
     # all of Triton is interpreted: that is decided when it is imported
     assert json.loads(run_python(str(program), TRITON_INTERPRET="1").stdout) == {
         "ways that break the rule": [],

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from levels import error
-from sized_models import SIZED, make
+from support.checks.below_16_bits import error
+from support.models.any_length import SIZED, make
 
 #: rows and lengths of a session's calls
 CALLS = ((2, 6), (2, 9), (3, 7), (1, 1))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
-import levels
 from amp_fx import store_low
 from examples import hugging_face
-from small_models import Parts
-from targets import needs_a_target
+from support.checks import below_16_bits
+from support.models.small import Parts
+from support.programs.target_process import needs_a_target
 
 OPTIONS: dict[str, Any] = {"profile": "off", "strict": True}
 INT8 = {**OPTIONS, "policy": "int8"}
@@ -59,7 +59,7 @@ def test_a_model_below_16_bits_computes_what_it_did(policy: str, tmp_path: Path)
     # packed in int8
     mode, options = torch.inference_mode, INT8
     if policy == "fp8":
-        mode, options = torch.no_grad, levels.options(tmp_path, weights="cache")
+        mode, options = torch.no_grad, below_16_bits.options(tmp_path, weights="cache")
     before = run(model, x, mode, options)
     found = store_low(model, x, options=options)
     below = [name for name, dtype in found.stored.items() if dtype != "bfloat16"]

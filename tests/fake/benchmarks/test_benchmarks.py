@@ -25,7 +25,7 @@ from benchmarks.counts import Counter, Counts, Row, counting
 from benchmarks.results import Spread, TimingRow, describe, read_timings, relative, spread, write
 from benchmarks.scaler import beside, launches
 from benchmarks.workloads import WORKLOADS, Workload
-from small_models import UpDown
+from support.models.small import UpDown
 
 QUIET = (1.0, 1.01, 0.99, 1.0, 1.02)
 WHERE = {"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3, "clock": "wall"}

@@ -16,9 +16,9 @@ import amp_fx
 from amp_fx import AmpFxError, CaptureError, InputError, OptionsError, Plan
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.sensitivity import Sensitivity
-from graphs import rewrite
-from levels import error_of, exact
-from small_models import Parts, UpDown
+from support.checks.below_16_bits import error_of, exact
+from support.models.small import Parts, UpDown
+from support.tracing.captured_graphs import rewrite
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

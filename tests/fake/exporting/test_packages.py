@@ -17,8 +17,8 @@ from amp_fx._torch import LINEAR, LINEAR_INT8
 from amp_fx.exporting import packaging
 from amp_fx.graphs.calls import CAST
 from amp_fx.precision.placement import devices
-from levels import FP8_CPU
-from small_models import Parts
+from support.checks.below_16_bits import FP8_CPU
+from support.models.small import Parts
 
 ZEN5 = devices._cpu_profile(next(row for row in devices._CPUS if row.name == "avx512_bf16 zen5"), 1)
 FLASH, BMM, MASKED = (

@@ -16,8 +16,8 @@ from torch.export import Dim, ExportedProgram
 
 import amp_fx
 from amp_fx import Plan
-from levels import FP8_CPU, calls, error_of
-from small_models import Parts, UpDown
+from support.checks.below_16_bits import FP8_CPU, calls, error_of
+from support.models.small import Parts, UpDown
 
 aten = torch.ops.aten
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn

@@ -11,7 +11,7 @@ from torch.export import Dim, ExportedProgram
 import amp_fx
 from amp_fx._torch import LINEAR
 from amp_fx.exporting import packaging
-from sized_models import SIZED, make
+from support.models.any_length import SIZED, make
 
 #: model -> the dimensions of its inputs that are not known, and how many products by packed weights its package has
 CASES: dict[str, tuple[tuple[tuple[int, ...], ...], int]] = {

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from levels import FP8_CPU
+from support.checks.below_16_bits import FP8_CPU
 
 
 class Tied(nn.Module):

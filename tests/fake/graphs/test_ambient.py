@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from amp_fx import Plan
 from amp_fx._torch import enable_autocast
 from amp_fx.graphs.regions import Region, ambient_regions, node_regions
-from checks import agree
-from graphs import dynamo_graph, rewrite
-from small_models import Parts
+from support.checks.whole_program import agree
+from support.models.small import Parts
+from support.tracing.captured_graphs import dynamo_graph, rewrite
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 OURS = Region(True, BF16, by_user=False)

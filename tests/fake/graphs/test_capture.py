@@ -21,9 +21,9 @@ from amp_fx.graphs.calls import module_path, source_line
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.keys import REGION_META, TRACED_META
 from amp_fx.graphs.regions import ENTER, EXIT, ambient_regions
-from checks import DOWN, UP, agree, check
-from graphs import Block, captured, dynamo_graph, plans, rewrite
-from small_models import Parts
+from support.checks.whole_program import DOWN, UP, agree, check
+from support.models.small import Parts
+from support.tracing.captured_graphs import Block, captured, dynamo_graph, plans, rewrite
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

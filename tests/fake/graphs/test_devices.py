@@ -22,7 +22,7 @@ from amp_fx.instruments.targets.tracing import move
 from amp_fx.precision.placement.devices import builtin
 from amp_fx.precision.placement.profile import ProfileError
 from amp_fx.precision.policy.table import DEVICES, lookup
-from graphs import dynamo_graph
+from support.tracing.captured_graphs import dynamo_graph
 
 aten = torch.ops.aten
 

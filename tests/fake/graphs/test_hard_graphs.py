@@ -21,8 +21,8 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 from amp_fx.precision.plans.label import ReasonKind
-from checks import agree
-from graphs import plans, rewrite
+from support.checks.whole_program import agree
+from support.tracing.captured_graphs import plans, rewrite
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FP32_MIN = torch.finfo(FP32).min

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from amp_fx import Plan, record
 from amp_fx._torch import onednn_computes
 from amp_fx.graphs.calls import LAYOUTS
-from checks import DOWN, UP, agree, check
-from graphs import DEFAULTS, plans, without_inductor
-from small_models import Parts
+from support.checks.whole_program import DOWN, UP, agree, check
+from support.models.small import Parts
+from support.tracing.captured_graphs import DEFAULTS, plans, without_inductor
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: bounds the error of fp32 arithmetic behind one rounding to a 16-bit dtype, where autocast has no answer

@@ -14,8 +14,8 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import SecondDerivativeError
-from graphs import DEFAULTS
-from versions import fails_in
+from support.torch_versions import fails_in
+from support.tracing.captured_graphs import DEFAULTS
 
 BF16 = torch.bfloat16
 Call = Callable[..., Any]

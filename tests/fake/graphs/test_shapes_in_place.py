@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from checks import agree
-from graphs import plans
+from support.checks.whole_program import agree
+from support.tracing.captured_graphs import plans
 
 ONE_ROUNDING = 1e-2
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from amp_fx import GradScaler, ScalingWarning, record
 from benchmarks.counts import counting
-from checks import agree
-from graphs import DEFAULTS, plans, without_inductor
-from small_models import Block, Parts
-from versions import fails_in
+from support.checks.whole_program import agree
+from support.models.small import Block, Parts
+from support.torch_versions import fails_in
+from support.tracing.captured_graphs import DEFAULTS, plans, without_inductor
 
 BF16 = torch.bfloat16
 

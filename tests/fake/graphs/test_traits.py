@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from amp_fx._torch import OpOverload, convert_op
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.traits import OPS, Trait, has_trait, op_row
-from graphs import captured
-from op_arguments import overload
+from support.ops.op_arguments import overload
+from support.tracing.captured_graphs import captured
 
 aten = torch.ops.aten
 

@@ -17,9 +17,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx import record
-from checks import agree
-from graphs import DEFAULTS, plans, without_inductor
-from small_models import Parts
+from support.checks.whole_program import agree
+from support.models.small import Parts
+from support.tracing.captured_graphs import DEFAULTS, plans, without_inductor
 
 BF16 = torch.bfloat16
 ONE_ROUNDING = 1e-2

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import amp_fx
-import integrations
 from amp_fx.integrations.metrics import ScalerMetrics
+from support import other_libraries
 
 ROOT = Path(__file__).parents[3]
 LIBRARIES = ("accelerate", "transformers", "lightning")
@@ -38,13 +38,13 @@ def test_a_missing_library_says_how_to_install_it(library: str, monkeypatch: pyt
     assert set(wanted) <= set(re.findall(r'"([^"]+)"', extras["test"]))
 
 
-@pytest.mark.parametrize("library", integrations.CLAIMS)
+@pytest.mark.parametrize("library", other_libraries.CLAIMS)
 def test_the_document_has_every_claim_and_what_a_claim_names_is_a_test(library: str) -> None:
-    rows = [line.split(" | ") for line in integrations.DOCUMENT.read_text(encoding="utf-8").splitlines()]
+    rows = [line.split(" | ") for line in other_libraries.DOCUMENT.read_text(encoding="utf-8").splitlines()]
     written = {row[0].removeprefix("| "): row[2].split("; ") for row in rows if len(row) == 4}
-    file, claims = integrations.CLAIMS[library]
+    file, claims = other_libraries.CLAIMS[library]
     assert claims.keys() <= {cell.removesuffix(" (not tested here)") for cell in written[library]}
-    tests = re.findall(r"^def (\w+)\(", (integrations.FOLDER / file).read_text(encoding="utf-8"), re.M)
+    tests = re.findall(r"^def (\w+)\(", (other_libraries.FOLDER / file).read_text(encoding="utf-8"), re.M)
     assert set(claims.values()) <= set(tests)
 
 

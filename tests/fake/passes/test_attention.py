@@ -20,7 +20,7 @@ from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.policy import Policy
-from graphs import PIPELINE, calls_text, captured, op_by_op
+from support.tracing.captured_graphs import PIPELINE, calls_text, captured, op_by_op
 
 ZEN4, ZEN5, AMX = (
     _cpu_profile(next(row for row in _CPUS if row.name == name), 2)

@@ -19,8 +19,8 @@ from amp_fx.graphs.keys import TRACED_META
 from amp_fx.graphs.regions import Region
 from amp_fx.passes import FuseCasts, PassContext, Verify
 from amp_fx.precision.plans.label import ReasonKind
-from checks import agree
-from graphs import DEFAULTS, dynamo_graph, rewrite, run_until
+from support.checks.whole_program import agree
+from support.tracing.captured_graphs import DEFAULTS, dynamo_graph, rewrite, run_until
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X, W = torch.randn(16, 16), torch.randn(16, 16)

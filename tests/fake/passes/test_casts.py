@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.passes import FuseCasts, InsertCasts, PassContext
-from checks import DOWN, UP, check, checked
-from graphs import casts_of, rewrite, run_until
-from small_models import Parts
+from support.checks.whole_program import DOWN, UP, check, checked
+from support.models.small import Parts
+from support.tracing.captured_graphs import casts_of, rewrite, run_until
 
 aten = torch.ops.aten
 BF16, FP16 = torch.bfloat16, torch.float16

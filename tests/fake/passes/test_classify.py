@@ -14,8 +14,8 @@ from amp_fx.graphs.keys import TIED
 from amp_fx.passes import Classify, PinDtypes
 from amp_fx.precision.plans.label import ReasonKind, Takes
 from amp_fx.precision.policy import OpClass
-from checks import check
-from graphs import Rewritten, plans, run_until
+from support.checks.whole_program import check
+from support.tracing.captured_graphs import Rewritten, plans, run_until
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X, W = torch.randn(4, 4), torch.randn(4, 4)

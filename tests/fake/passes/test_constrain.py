@@ -14,8 +14,8 @@ from amp_fx.passes import Constrain
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.precision.policy import OpClass
-from checks import DOWN, UP, check, checked
-from graphs import rewrite, run_until
+from support.checks.whole_program import DOWN, UP, check, checked
+from support.tracing.captured_graphs import rewrite, run_until
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FP32_MIN = torch.finfo(torch.float32).min

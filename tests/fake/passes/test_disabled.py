@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 import amp_fx
 from amp_fx.compiler.compiling import hook
 from amp_fx.passes import OPTIONAL, PASSES, PassContext, PinDtypes, PlaceLevels, run_in_order
-from combined_runs import INT8_CPU
-from graphs import PIPELINE, Block, captured, rewrite
+from support.checks.option_runs import INT8_CPU
+from support.tracing.captured_graphs import PIPELINE, Block, captured, rewrite
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 

@@ -59,8 +59,8 @@ from amp_fx.precision.plans.label import Takes
 from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.levels import LEVELS
-from graph_text import differences, graph_of, text_of
-from graphs import captured
+from support.tracing.captured_graphs import captured
+from support.tracing.graph_text import differences, graph_of, text_of
 
 aten = torch.ops.aten
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
 from amp_fx.precision.plans.label import ReasonKind
-from graphs import DEFAULTS, autocast_in
-from small_models import Mixture
-from targets import quick_ones
+from support.models.small import Mixture
+from support.programs.target_process import quick_ones
+from support.tracing.captured_graphs import DEFAULTS, autocast_in
 
 pytestmark = pytest.mark.usefixtures("without_inductor")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from amp_fx.passes import Constrain
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.policy import OpClass
-from graphs import rewrite, run_until
+from support.tracing.captured_graphs import rewrite, run_until
 
 Spelling = Callable[..., Any]
 

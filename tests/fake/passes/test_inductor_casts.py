@@ -18,7 +18,7 @@ from amp_fx.compiler.notices import only_looking
 from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.passes import GemmEpilogue, PassContext, WriteCasts
 from amp_fx.passes.base import mark
-from graphs import DEFAULTS, calls_text, op_by_op
+from support.tracing.captured_graphs import DEFAULTS, calls_text, op_by_op
 
 aten, prims = torch.ops.aten, torch.ops.prims
 LOWS = torch.bfloat16, torch.float16

@@ -21,8 +21,8 @@ from amp_fx._torch import graph_pass
 from amp_fx.graphs.keys import CUSTOM, MARK
 from amp_fx.passes import Pass, PassContext, PassResult
 from amp_fx.passes.base import marked
-from graphs import DEFAULTS
-from levels import MLP, options
+from support.checks.below_16_bits import MLP, options
+from support.tracing.captured_graphs import DEFAULTS
 
 
 @dataclass(frozen=True)

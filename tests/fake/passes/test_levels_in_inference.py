@@ -23,9 +23,25 @@ from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.policy.levels import LEVELS
 from amp_fx.runtime.weights.lift import kept_copies, steps_to, weights_of
 from amp_fx.viz.model import drawing
-from graphs import Rewritten, captured, casts_of, dynamo_graph, rewrite, without_inductor
-from levels import Attention, calls, error, evaluated, exact, lies_right, options, scaled
-from small_models import Parts
+from support.checks.below_16_bits import (
+    Attention,
+    calls,
+    error,
+    evaluated,
+    exact,
+    lies_right,
+    options,
+    scaled,
+)
+from support.models.small import Parts
+from support.tracing.captured_graphs import (
+    Rewritten,
+    captured,
+    casts_of,
+    dynamo_graph,
+    rewrite,
+    without_inductor,
+)
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.flop_counter import flop_registry
 
 from amp_fx import record
-from graphs import DEFAULTS, op_by_op, rewrite
+from support.tracing.captured_graphs import DEFAULTS, op_by_op, rewrite
 
 BF16 = torch.bfloat16
 Program = Callable[[nn.Module, Tensor], Tensor]

@@ -20,7 +20,7 @@ from amp_fx.passes import (
     run_passes,
 )
 from amp_fx.runtime.weights.lift import kept_copies
-from graphs import captured
+from support.tracing.captured_graphs import captured
 
 BF16 = torch.bfloat16
 

@@ -17,8 +17,18 @@ from amp_fx.passes.forward.network import rounded
 from amp_fx.precision.placement.cut import HIGH, LOW
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import Plan
-from graphs import PIPELINE, captured
-from sensitivities import ARGS, CONTEXT, FAST_LOW, node_of, priced, sensed, spread, uniform, variance
+from support.models.sensitive_graph import (
+    ARGS,
+    CONTEXT,
+    FAST_LOW,
+    node_of,
+    priced,
+    sensed,
+    spread,
+    uniform,
+    variance,
+)
+from support.tracing.captured_graphs import PIPELINE, captured
 
 
 def placed(

@@ -22,9 +22,19 @@ from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.policy.levels import FORWARD
 from amp_fx.viz.words import summary
-from graphs import op_by_op
-from levels import FP8_CPU, MLP, Attention, Step, calls, evaluated, lowered, options, scaled
-from small_models import Parts
+from support.checks.below_16_bits import (
+    FP8_CPU,
+    MLP,
+    Attention,
+    Step,
+    calls,
+    evaluated,
+    lowered,
+    options,
+    scaled,
+)
+from support.models.small import Parts
+from support.tracing.captured_graphs import op_by_op
 
 aten = torch.ops.aten
 

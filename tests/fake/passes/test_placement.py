@@ -18,8 +18,8 @@ from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import CastPlan, Plan
 from amp_fx.precision.policy import OpClass, table
-from checks import DOWN, UP, check, checked
-from graphs import PIPELINE, Program, captured, casts_of, rewrite
+from support.checks.whole_program import DOWN, UP, check, checked
+from support.tracing.captured_graphs import PIPELINE, Program, captured, casts_of, rewrite
 
 BF16 = torch.bfloat16
 randn = torch.randn

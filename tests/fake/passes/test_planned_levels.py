@@ -22,8 +22,8 @@ from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.precision.plans.plan_files import diff_plans
 from amp_fx.precision.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT
-from levels import FP8_CPU, MLP, Step, lowered, options
-from small_models import Parts
+from support.checks.below_16_bits import FP8_CPU, MLP, Step, lowered, options
+from support.models.small import Parts
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SIZES = 32, 64, 64, 64, 16

@@ -18,8 +18,8 @@ from amp_fx.passes.forward.place_by_sensitivity import PricedGraph
 from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Var
 from amp_fx.precision.placement.tradeoff import within
 from amp_fx.precision.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity
-from graphs import captured
-from sensitivities import ARGS, Rows, node_of, priced, spread, uniform
+from support.models.sensitive_graph import ARGS, Rows, node_of, priced, spread, uniform
+from support.tracing.captured_graphs import captured
 
 sensitivities = st.sampled_from([0.0, 1e-8, 1e-6, 3e-5, 1e-3, None])
 

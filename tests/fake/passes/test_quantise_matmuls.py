@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from amp_fx.passes import PassContext, PassResult, QuantiseMatmuls
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.policy.levels import NARROW_DTYPES, levels_of
-from levels import MLP, Step, calls, emulating_blocks, lies_right, lowered, options
-from small_models import Parts
+from support.checks.below_16_bits import MLP, Step, calls, emulating_blocks, lies_right, lowered, options
+from support.models.small import Parts
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx._torch import FakeTensorMode
 from amp_fx.passes import GemmEpilogue, PassContext, ScaleBackward
-from graphs import calls_text
+from support.tracing.captured_graphs import calls_text
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

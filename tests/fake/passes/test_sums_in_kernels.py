@@ -12,8 +12,8 @@ from torch import Tensor
 
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.policy import OpClass
-from checks import agree
-from graphs import rewrite
+from support.checks.whole_program import agree
+from support.tracing.captured_graphs import rewrite
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 COUNT = 4096

@@ -10,7 +10,7 @@ from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passe
 from amp_fx.passes.levels.matmuls import last_calls
 from amp_fx.passes.levels.quantise_matmuls import additions_of
 from amp_fx.precision.placement.cost import CostModel
-from graphs import captured
+from support.tracing.captured_graphs import captured
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

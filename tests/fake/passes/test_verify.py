@@ -14,7 +14,7 @@ from amp_fx.graphs.keys import STEP_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.passes import FuseCasts, Pass, PassContext, PassResult, Verify, run_passes
 from amp_fx.precision.plans.label import label_of
-from graphs import PIPELINE, captured, run_until
+from support.tracing.captured_graphs import PIPELINE, captured, run_until
 
 aten = torch.ops.aten
 

@@ -20,8 +20,8 @@ from amp_fx.precision.placement.cost import CostModel
 from amp_fx.precision.placement.profile import FLASH_QUERY, DeviceProfile
 from amp_fx.precision.plans.label import label_of
 from benchmarks.counts import counting
-from graphs import captured
-from small_models import Parts
+from support.models.small import Parts
+from support.tracing.captured_graphs import captured
 
 BF16 = torch.bfloat16
 ROWS, WIDTH = 64, 32

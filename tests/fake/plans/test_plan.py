@@ -22,8 +22,8 @@ from amp_fx.precision.plans.plan import CastSum
 from amp_fx.precision.plans.plan_files import Change, diff_plans
 from amp_fx.precision.plans.reading import publish
 from amp_fx.precision.policy import OpClass
-from graphs import rewrite
-from small_models import Parts
+from support.models.small import Parts
+from support.tracing.captured_graphs import rewrite
 
 
 @pytest.fixture(scope="module")

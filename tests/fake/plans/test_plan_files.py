@@ -20,9 +20,9 @@ from amp_fx.compiler.settings import Options
 from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.plan_files import choose_plan, load_plans
 from amp_fx.precision.policy import OpClass
-from graphs import Rewritten, casts_of, rewrite
-from levels import error_of, exact
-from small_models import Parts
+from support.checks.below_16_bits import error_of, exact
+from support.models.small import Parts
+from support.tracing.captured_graphs import Rewritten, casts_of, rewrite
 
 RULES = {"rules": [{"op": "gelu", "precision": "fp32"}, {"module": "head", "precision": "fp32"}]}
 

@@ -25,7 +25,7 @@ from amp_fx.precision.plans.sensitivity import (
     Sensitivity,
     slots,
 )
-from graphs import captured, dynamo_graph, rewrite
+from support.tracing.captured_graphs import captured, dynamo_graph, rewrite
 
 
 def measured(program: Callable[..., Any], *args: Any, value: float | None = 1e-6) -> Sensitivity:

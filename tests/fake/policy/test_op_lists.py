@@ -1,4 +1,4 @@
-"""The op lists, held against the autocast of the installed torch; see ``tests/ops.py`` for how it is asked."""
+"""The op lists, held against the autocast of the installed torch; ``tests/support/ops/listed_ops.py`` asks it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-import ops
 from amp_fx._torch import op_name
 from amp_fx.precision.policy import table
 from amp_fx.precision.policy.classes import OpClass, Origin, follow, fp32
 from amp_fx.precision.policy.common import FFT, LINALG
 from amp_fx.precision.policy.cuda import CUDA_GROUPS
-from ops import LOW, cast, first_dtype, repeat, row, run
+from support.ops import listed_ops
+from support.ops.listed_ops import LOW, cast, first_dtype, repeat, row, run
 
 #: Registered in builds with cudnn only; pre-dispatch graphs hold the layer (lstm.input), not this inner call.
 BUILD_DEPENDENT = {"cuda": {"_cudnn_rnn"}}
@@ -84,13 +84,15 @@ def test_the_cuda_classes_are_those_of_the_macros_in_the_torch_header() -> None:
 
 def answer_of_autocast(device: str, name: str, first: torch.dtype, rest: torch.dtype) -> torch.dtype | None:
     """Runs an op under autocast on arguments of these dtypes; slots with a dtype of their own stay fp32."""
-    call = cast(name, ops.arguments(name), repeat(first, rest), row(device, name).own_dtype_slots)
-    return first_dtype(ops.under_autocast(device, name, call))
+    call = cast(name, listed_ops.arguments(name), repeat(first, rest), row(device, name).own_dtype_slots)
+    return first_dtype(listed_ops.under_autocast(device, name, call))
 
 
 @pytest.mark.parametrize("device", LOW)
 def test_autocast_itself_gives_the_dtypes_that_the_class_of_the_op_says(device: str) -> None:
-    for name in [name for on, name in ops.ASKED if on == device and (on, name) not in ops.DIFFERS]:
+    for name in [
+        name for on, name in listed_ops.ASKED if on == device and (on, name) not in listed_ops.DIFFERS
+    ]:
         check_class(device, name)
 
 
@@ -121,12 +123,12 @@ def check_class(device: str, name: str) -> None:
         assert ask(low, low) is low
         if group.mixes or (group.op_class is OpClass.PROMOTE and group.origin is Origin.AUTOCAST):
             assert ask(full, low) is full
-            if ops.floats_in(name) > 1:
+            if listed_ops.floats_in(name) > 1:
                 assert ask(low, full) is full
 
 
 def test_where_the_lists_differ_from_autocast_theirs_is_the_wider_dtype() -> None:
-    for device, name in ops.DIFFERS:
+    for device, name in listed_ops.DIFFERS:
         assert answer_of_autocast(device, name, torch.float32, torch.float32) is LOW[device]
         assert row(device, name).op_class in (OpClass.PROMOTE, OpClass.FP32)
 
@@ -134,20 +136,22 @@ def test_where_the_lists_differ_from_autocast_theirs_is_the_wider_dtype() -> Non
 @pytest.mark.parametrize("device", LOW)
 def test_at_least_nine_in_ten_autocast_rows_are_asked(device: str) -> None:
     names = autocast_names(device) - {*FFT.split(), *LINALG.split()}
-    asked = names - ops.NOT_ASKED[device].keys()
-    assert ops.NOT_ASKED[device].keys() <= {*table.rows_of(device)}
+    asked = names - listed_ops.NOT_ASKED[device].keys()
+    assert listed_ops.NOT_ASKED[device].keys() <= {*table.rows_of(device)}
     assert len(asked) >= 0.9 * len(names)
 
 
 # ---- (c) follow means: commutes with rounding
 
-FOLLOWERS = sorted({name for device, name in ops.EVERY_ROW if row(device, name).op_class is OpClass.FOLLOW})
+FOLLOWERS = sorted(
+    {name for device, name in listed_ops.EVERY_ROW if row(device, name).op_class is OpClass.FOLLOW}
+)
 
 
 def assert_same(left: Any, right: Any, dtype: torch.dtype) -> None:
     lefts, rights = tree_leaves(left), tree_leaves(right)
     for one, other in zip(lefts, rights, strict=True):
-        if ops.is_float(one):
+        if listed_ops.is_float(one):
             assert torch.equal(one.to(dtype), other.to(dtype))
         elif isinstance(one, torch.Tensor):
             assert torch.equal(one, other)
@@ -159,7 +163,7 @@ def assert_same(left: Any, right: Any, dtype: torch.dtype) -> None:
 def test_a_follow_op_gives_the_same_numbers_rounded_before_or_after(low: torch.dtype) -> None:
     for name in FOLLOWERS:
         torch.manual_seed(0)
-        call = ops.arguments(name, ops.t)
+        call = listed_ops.arguments(name, listed_ops.t)
         rounded = cast(name, call, repeat(low, low))
         before = run(name, rounded)
         assert first_dtype(before) is low, name
@@ -184,15 +188,15 @@ def pointwise_by_default() -> Iterator[str]:
             yield name
 
 
-MIXING_ROWS = {name for device, name in ops.EVERY_ROW if row(device, name).mixes}
-MIXERS = sorted(name for name in {*pointwise_by_default(), *MIXING_ROWS} if ops.floats_in(name) > 1)
+MIXING_ROWS = {name for device, name in listed_ops.EVERY_ROW if row(device, name).mixes}
+MIXERS = sorted(name for name in {*pointwise_by_default(), *MIXING_ROWS} if listed_ops.floats_in(name) > 1)
 
 
 def test_an_op_that_mixes_dtypes_equals_widening_first() -> None:
     low, full = torch.bfloat16, torch.float32
     for name, (first, rest) in itertools.product(MIXERS, ((full, low), (low, full))):
         torch.manual_seed(0)
-        mixed = cast(name, ops.arguments(name), repeat(first, rest))
+        mixed = cast(name, listed_ops.arguments(name), repeat(first, rest))
         result = run(name, mixed)
         expected = run(name, cast(name, mixed, repeat(full, full)))
         assert first_dtype(result) is first_dtype(expected), name
@@ -208,8 +212,8 @@ def test_a_list_with_an_op_in_two_rows_is_refused() -> None:
 
 
 def test_every_name_is_an_out_of_place_overload_of_the_installed_torch() -> None:
-    for device, name in ops.EVERY_ROW:
-        op = ops.overload(name)
+    for device, name in listed_ops.EVERY_ROW:
+        op = listed_ops.overload(name)
         assert op_name(op) == name
         assert not op._schema.is_mutable or name in ("batch_norm", "instance_norm", "native_batch_norm")
         group = row(device, name)

@@ -13,8 +13,8 @@ from torch import nn
 from amp_fx import OptionsError, Policy, Rule
 from amp_fx.compiler.settings import Options
 from amp_fx.precision.policy.rules import PRESETS
-from graphs import rewrite
-from small_models import Parts
+from support.models.small import Parts
+from support.tracing.captured_graphs import rewrite
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 

@@ -19,9 +19,9 @@ from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
 from amp_fx.graphs.traits import LINEAR_OPS, OPS
 from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.policy.table import DEVICES, rows_of
-from checks import DOWN, UP, check
-from graphs import plans, rewrite
-from small_models import Parts
+from support.checks.whole_program import DOWN, UP, check
+from support.models.small import Parts
+from support.tracing.captured_graphs import plans, rewrite
 
 
 def attention() -> nn.Module:

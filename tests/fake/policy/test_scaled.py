@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from amp_fx.precision.policy.scaled import ZERO_POINT, block_scales, run, scale_of, scaled
-from levels import widened
+from support.checks.below_16_bits import widened
 
 FP8 = torch.float8_e4m3fn
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import amp_fx
 from amp_fx import Plan, Report
 from amp_fx.precision.plans.reading import unused_rules
-from checks import agree
-from graphs import rewrite
-from small_models import Parts
+from support.checks.whole_program import agree
+from support.models.small import Parts
+from support.tracing.captured_graphs import rewrite
 
 
 def net(breaks: bool = False) -> nn.Module:

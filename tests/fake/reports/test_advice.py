@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from amp_fx import Plan
 from amp_fx.compiler.settings import Options
 from amp_fx.instruments.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
-from graphs import Rewritten, rewrite
-from small_models import Parts
+from support.models.small import Parts
+from support.tracing.captured_graphs import Rewritten, rewrite
 
 
 def block(inner: int = 32) -> nn.Module:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import amp_fx
 from amp_fx.instruments.step import Step, relative_error, zeroed
-from arms import Run, far_off, wrong_gradients
-from small_models import UpDown
+from support.checks.step_errors import Run, far_off, wrong_gradients
+from support.models.small import UpDown
 
 
 def gradients() -> dict[str, Tensor]:

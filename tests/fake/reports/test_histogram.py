@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx import AmpFxError, OptionsError
 from amp_fx.instruments.reports.histograms import Counts, Histogram
-from small_models import Parts
+from support.models.small import Parts
 
 DTYPES = {
     "float16": torch.float16, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn,

@@ -27,8 +27,8 @@ from amp_fx.graphs.keys import LABEL
 from amp_fx.instruments.reports.advice import Advice
 from amp_fx.instruments.reports.report import SUFFIXES
 from amp_fx.precision.plans.plan import Cost, dtype_name
-from graphs import Rewritten, casts_of, rewrite
-from small_models import Parts
+from support.models.small import Parts
+from support.tracing.captured_graphs import Rewritten, casts_of, rewrite
 
 
 def net() -> nn.Module:

@@ -16,8 +16,8 @@ from amp_fx.instruments.targets import TARGETS, find_target
 from amp_fx.instruments.targets.tracing import Tracer, move
 from amp_fx.precision.placement.gpus import GPUS, LIMITS
 from amp_fx.precision.placement.profile import DeviceProfile
-from small_models import Parts
-from targets import MADE, traced
+from support.models.small import Parts
+from support.programs.target_process import MADE, traced
 
 CUDA = torch.device("cuda", 0)
 

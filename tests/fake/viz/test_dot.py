@@ -15,7 +15,7 @@ from amp_fx.viz import dot
 from amp_fx.viz.graph import Drawing
 from amp_fx.viz.model import drawing
 from amp_fx.viz.style import CLASSES, COLOURS, DTYPES, Face
-from pictures import NASTY, blocks, nasty
+from support.tracing.handwritten_reports import NASTY, blocks, nasty
 
 needs_dot = pytest.mark.skipif(
     shutil.which("dot") is None, reason="needs Graphviz's dot (Debian, Ubuntu: apt install graphviz)"

@@ -19,7 +19,7 @@ from amp_fx.precision.plans.plan import Cost
 from amp_fx.viz import beside, dot, html, style
 from amp_fx.viz.model import drawing
 from amp_fx.viz.words import more_bytes
-from pictures import NASTY, blocks, compared, nasty
+from support.tracing.handwritten_reports import NASTY, blocks, compared, nasty
 
 
 class Page(HTMLParser):

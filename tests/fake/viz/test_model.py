@@ -20,8 +20,8 @@ from amp_fx.viz.model import drawing
 from amp_fx.viz.style import COLOURS, DTYPES, HEAT, group_face, legend
 from amp_fx.viz.words import per_cent
 from gpt import GPT, GPTConfig
-from graphs import rewrite
-from pictures import HIGH, LOW, blocks, call, cast, chain, parameter
+from support.tracing.captured_graphs import rewrite
+from support.tracing.handwritten_reports import HIGH, LOW, blocks, call, cast, chain, parameter
 
 
 def titles(graph: Graph, depth: int = 2) -> list[str]:

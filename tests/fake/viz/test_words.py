@@ -19,8 +19,8 @@ from amp_fx import Plan, PlanError, record
 from amp_fx.precision.placement.devices import builtin
 from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.viz.words import because, more_bytes, sentence, summary
-from graphs import rewrite
-from small_models import Parts
+from support.models.small import Parts
+from support.tracing.captured_graphs import rewrite
 
 
 def net(width: int = 16) -> nn.Module:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.runtime.weights.bias_correction import activation_moments, moved_mean, norm_moments, sum_moments
-from levels import error
-from small_models import Parts
+from support.checks.below_16_bits import error
+from support.models.small import Parts
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 

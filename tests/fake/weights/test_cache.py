@@ -21,9 +21,9 @@ from amp_fx.compiler import compiling
 from amp_fx.graphs.calls import is_cast
 from amp_fx.runtime.weights.cache import WeightCache, keep
 from amp_fx.runtime.weights.lift import Part, Prepare
-from graphs import DEFAULTS
-from holding import Held
-from writes import are_current, copies_for, new_weights
+from support.checks.held_memory import Held
+from support.checks.weight_writes import are_current, copies_for, new_weights
+from support.tracing.captured_graphs import DEFAULTS
 
 #: seconds; more than any of this takes
 LONG = 20.0

@@ -16,7 +16,7 @@ from amp_fx import WeightsError, weights
 from amp_fx._torch import AFTER_STEP, FakeTensorMode
 from amp_fx.runtime.weights import changes
 from amp_fx.runtime.weights.changes import SAMPLED, Fingerprint, sampled_offsets
-from writes import WRITES, are_current, copies_for, new_layer, new_weights
+from support.checks.weight_writes import WRITES, are_current, copies_for, new_layer, new_weights
 
 
 @pytest.mark.parametrize("way", WRITES)

@@ -21,8 +21,8 @@ from amp_fx._torch import Packing, packing
 from amp_fx.runtime.weights.cache import keep
 from amp_fx.runtime.weights.calling import FrozenGraph
 from amp_fx.runtime.weights.lift import Prepare, prepare_of, weights_of
-from graphs import rewrite, without_inductor
-from holding import Held
+from support.checks.held_memory import Held
+from support.tracing.captured_graphs import rewrite, without_inductor
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ import amp_fx
 from amp_fx._torch import onednn_packs
 from amp_fx.errors import OptionsError
 from amp_fx.exporting import packaging
-from levels import error
+from support.checks.below_16_bits import error
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from amp_fx import AmpFxError, OptionsError, Plan, StoredLow, WeightsError, store_low
 from amp_fx._torch import unwrapped_errors
-from graphs import DEFAULTS
-from levels import error, lowered
-from small_models import Parts
+from support.checks.below_16_bits import error, lowered
+from support.models.small import Parts
+from support.tracing.captured_graphs import DEFAULTS
 
 BF16 = torch.bfloat16
 

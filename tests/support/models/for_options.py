@@ -10,7 +10,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from small_models import Parts
+from support.models.small import Parts
 
 _WIDTH = 32
 

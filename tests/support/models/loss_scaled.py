@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_fx import GradScaler
-from graphs import DEFAULTS
-from small_models import UpDown
+from support.models.small import UpDown
+from support.tracing.captured_graphs import DEFAULTS
 
 OPTIONS = {**DEFAULTS, "dtype": "float16", "scaler": "default"}
 INF, NAN = float("inf"), float("nan")

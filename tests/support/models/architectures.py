@@ -1,7 +1,7 @@
 """Architectures that people train, as small as their structure allows: random weights, no dropout, nothing downloaded.
 
 Those of transformers and diffusers are built from their own classes, one layer of each kind; what timm has, and dense
-networks, are hand-written (``dense.py``).
+networks, are hand-written (``dense_outputs.py``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import dense
 from amp_fx.instruments.step import plain
-from diffusion import OF_DIFFUSERS, images, signal
-from zoo import CASES, Batch, Case, normal, tokens
+from support.models import dense_outputs
+from support.models.diffusion import OF_DIFFUSERS, images, signal
+from support.models.zoo import CASES, Batch, Case, normal, tokens
 
 ARCHITECTURES: dict[str, Callable[[], Case]] = {}
 
@@ -300,7 +300,7 @@ _register(
 
 
 for _block in ("dense", "squeeze_excite", "shuffle", "inception", "conv_mixer", "channel_attention", "mixer"):
-    _register(f"timm_{_block}", functools.partial(dense.classifier, _block), images(32, "x"))
+    _register(f"timm_{_block}", functools.partial(dense_outputs.classifier, _block), images(32, "x"))
 
 _DENSE = "decoder decoder_bilinear u_net segmentation depth super_resolution pyramid volume waveform"
 ARCHITECTURES |= {name: CASES[name] for name in _DENSE.split()}

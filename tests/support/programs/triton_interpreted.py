@@ -1,6 +1,6 @@
 """A program that runs code which Inductor generated for a GPU on the CPU, with Triton's interpreter.
 
-    TRITON_INTERPRET=1 python interpreted.py STEPS.pt RESULTS.pt
+    TRITON_INTERPRET=1 python triton_interpreted.py STEPS.pt RESULTS.pt
 
 Triton kernels are run as they stand, by Triton's interpreter. Library kernels are emulated as tensor cores compute:
 products and sums in fp32, rounded once. Only what no kernel computes is replaced: allocations, streams, devices.
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from generated import Code
+from support.programs.target_code import Code
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from amp_fx.instruments.step import plain, relative_error, zeroed
-from zoo import Batch, Case
+from support.models.zoo import Batch, Case
 
 
 @dataclass(frozen=True)

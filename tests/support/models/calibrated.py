@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx import Calibration
 from amp_fx.precision.placement.profile import DeviceProfile
-from levels import error, exact
-from small_models import Parts
+from support.checks.below_16_bits import error, exact
+from support.models.small import Parts
 
 #: int8 pays wherever it may run
 PROFILE = DeviceProfile(

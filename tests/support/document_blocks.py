@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import amp_fx
-from small_models import Parts, UpDown
+from support.models.small import Parts, UpDown
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -137,7 +137,7 @@ def integrations() -> dict[str, Any]:
     from lightning.fabric import Fabric
     from torch.utils.tensorboard import SummaryWriter
 
-    from lit import LitNet
+    from support.models.lightning_modules import LitNet
 
     class LitModel(LitNet):
         def __init__(self) -> None:

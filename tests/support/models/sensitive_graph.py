@@ -15,7 +15,7 @@ from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import label_of
 from amp_fx.precision.plans.sensitivity import CallSensitivity, ReadSensitivity, slots
 from amp_fx.precision.policy import OpClass
-from graphs import captured
+from support.tracing.captured_graphs import captured
 
 Rows = dict[str, CallSensitivity]
 

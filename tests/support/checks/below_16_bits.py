@@ -24,8 +24,8 @@ from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.policy.scaled import TILE
 from benchmarks.workloads import llama_512
-from graphs import Rewritten, op_by_op, rewrite
-from small_models import GPT
+from support.models.small import GPT
+from support.tracing.captured_graphs import Rewritten, op_by_op, rewrite
 
 aten = torch.ops.aten
 
@@ -170,7 +170,7 @@ def gradients(
 
 @contextlib.contextmanager
 def emulating_blocks() -> Iterator[list[fx.GraphModule]]:
-    """As :func:`graphs.op_by_op`; matmuls with a scale for each 32 elements by their definition."""
+    """As :func:`captured_graphs.op_by_op`; matmuls with a scale for each 32 elements by their definition."""
 
     def prepare(gm: fx.GraphModule) -> None:
         for node in calls(gm, aten._scaled_mm.default):

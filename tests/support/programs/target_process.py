@@ -33,7 +33,7 @@ from benchmarks import counts
 from benchmarks.arms import ARMS
 from benchmarks.counts import Counter, Counts, Row
 from benchmarks.workloads import make
-from zoo import Case
+from support.models.zoo import Case
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from small_models import Parts
+from support.models.small import Parts
 
 
 def cancelling() -> nn.Module:

@@ -19,7 +19,7 @@ from amp_fx.instruments.targets.tracing import TracedGraph, compile_graph
 from amp_fx.passes import PassContext
 from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.precision.policy.levels import LEVELS
-from targets import arm
+from support.programs.target_process import arm
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -38,7 +38,7 @@ class Code:
 
 
 def sources(graphs: Sequence[TracedGraph], options: Any, dtype: torch.dtype = torch.bfloat16) -> list[Code]:
-    """Code of every forward and backward graph, in order; as :func:`targets.compiled`, with stock autocast as None."""
+    """Code of every forward and backward graph, in order; as `target_process.compiled`, with stock autocast as None."""
     found: list[Code] = []
 
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx.compiler.settings import Options
 from amp_fx.precision.placement.profile import DeviceProfile
-from fuzz_ops import Twice
-from graphs import autocast_in
+from support.ops.custom_ops import Twice
+from support.tracing.captured_graphs import autocast_in
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 INT64, BOOL, COMPLEX = torch.int64, torch.bool, torch.complex64

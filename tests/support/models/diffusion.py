@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zoo import Batch, normal, tokens
+from support.models.zoo import Batch, normal, tokens
 
 
 def images(size: int, name: str = "pixel_values", channels: int = 3) -> Callable[[int], Batch]:

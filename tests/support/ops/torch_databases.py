@@ -22,8 +22,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from checks import NOISE
-from graphs import DEFAULTS, without_inductor
+from support.checks.whole_program import NOISE
+from support.tracing.captured_graphs import DEFAULTS, without_inductor
 
 #: samples of each op and of each module
 EACH = 2

@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-import zoo
 from amp_fx import GradScaler, record
-from graphs import DEFAULTS, plans, without_inductor
+from support.models import zoo
+from support.tracing.captured_graphs import DEFAULTS, plans, without_inductor
 
 BF16 = {**DEFAULTS, "dtype": "bfloat16"}
 SCALED = {**DEFAULTS, "dtype": "float16", "scaler": "default"}

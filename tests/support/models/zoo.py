@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import dense
 from examples import hugging_face
-from small_models import Parts
+from support.models import dense_outputs
+from support.models.small import Parts
 
 Batch = dict[str, Tensor]
 Outputs = Any
@@ -262,7 +262,7 @@ def gan() -> Case:
     return Case(nn.ModuleDict(networks), inputs, loss_fn, parts=tuple(networks), run=run)
 
 
-# --- dense results: see dense.py ---
+# --- dense results: see dense_outputs.py ---
 
 
 def _dense(build: Callable[[], nn.Module], *shape: int) -> Callable[[], Case]:
@@ -277,13 +277,13 @@ def _dense(build: Callable[[], nn.Module], *shape: int) -> Callable[[], Case]:
 
 
 CASES |= {
-    "decoder": _dense(dense.decoder, 2, 4, 8, 8),
-    "decoder_bilinear": _dense(functools.partial(dense.decoder, "bilinear", norm=True), 2, 4, 8, 8),
-    "u_net": _dense(dense.UNet, 2, 3, 16, 16),
-    "segmentation": _dense(dense.Segmentation, 2, 3, 32, 32),
-    "depth": _dense(dense.Depth, 2, 3, 16, 16),
-    "super_resolution": _dense(dense.SuperResolution, 2, 3, 8, 8),
-    "pyramid": _dense(dense.Pyramid, 2, 3, 16, 16),
-    "volume": _dense(dense.Volume, 2, 1, 8, 8, 8),
-    "waveform": _dense(dense.Waveform, 2, 1, 64),
+    "decoder": _dense(dense_outputs.decoder, 2, 4, 8, 8),
+    "decoder_bilinear": _dense(functools.partial(dense_outputs.decoder, "bilinear", norm=True), 2, 4, 8, 8),
+    "u_net": _dense(dense_outputs.UNet, 2, 3, 16, 16),
+    "segmentation": _dense(dense_outputs.Segmentation, 2, 3, 32, 32),
+    "depth": _dense(dense_outputs.Depth, 2, 3, 16, 16),
+    "super_resolution": _dense(dense_outputs.SuperResolution, 2, 3, 8, 8),
+    "pyramid": _dense(dense_outputs.Pyramid, 2, 3, 16, 16),
+    "volume": _dense(dense_outputs.Volume, 2, 1, 8, 8, 8),
+    "waveform": _dense(dense_outputs.Waveform, 2, 1, 64),
 }

@@ -1,6 +1,6 @@
 """A program that uses torch without amp_fx: what it computes, and what Dynamo compiles for it; prints JSON.
 
-    python guest.py alone|imported|used [backend]
+    python torch_alone.py alone|imported|used [backend]
 
 ``imported``: amp_fx is imported first. ``used``: models are trained and asked with amp_fx first.
 """
@@ -25,9 +25,9 @@ from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import ConvertFrame
 from torch._dynamo.utils import counters
 
-from small_models import UpDown
+from support.models.small import UpDown
 
-PACKAGE = Path(__file__).resolve().parents[1] / "amp_fx"
+PACKAGE = Path(__file__).resolve().parents[3] / "amp_fx"
 
 
 def net() -> nn.Module:
@@ -171,7 +171,7 @@ def use_amp_fx() -> list[str]:
     Afterwards every hook is in torch: there are copies of weights, and a step in fp16 that nobody scales is waited for.
     """
     import amp_fx
-    from graphs import without_inductor
+    from support.tracing.captured_graphs import without_inductor
 
     looked_at, convert = list[str](), ConvertFrame.__call__
 

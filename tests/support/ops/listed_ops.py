@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from amp_fx._torch import enable_autocast, onednn_computes
 from amp_fx.precision.policy import table
 from amp_fx.precision.policy.classes import OpGroup
-from op_arguments import Call, arguments, each, overload, t
-from versions import UP_TO_2_12
+from support.ops.op_arguments import Call, arguments, each, overload, t
+from support.torch_versions import UP_TO_2_12
 
 __all__ = ["Call", "arguments", "overload", "t"]
 

@@ -17,7 +17,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amp_fx import record
 from amp_fx.compiler.settings import Options
 from amp_fx.precision.plans.plan import Plan, dtype_name
-from graphs import DEFAULTS, Program, Rewritten, autocast_in, casts_of, plans, rewrite, without_inductor
+from support.tracing.captured_graphs import (
+    DEFAULTS,
+    Program,
+    Rewritten,
+    autocast_in,
+    casts_of,
+    plans,
+    rewrite,
+    without_inductor,
+)
 
 #: casts from and to a dtype
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")

@@ -17,7 +17,7 @@ from torch import enable_grad, inference_mode, no_grad
 
 from amp_fx.compiler.settings import OptionNames
 from amp_fx.passes import OPTIONAL, PLANNED
-from combined_models import MODELS
+from support.models.for_options import MODELS
 
 #: the name of a value for every axis
 Row = dict[str, str]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import amp_fx
-from scaled import INF, weights
+from support.models.loss_scaled import INF, weights
 
 __all__ = ["INF", "weights"]
 
@@ -38,8 +38,8 @@ def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
     return {node.dtype for plan in recording.plans for node in plan.nodes} - {torch.float32, None}
 
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "integrations.md"
-FOLDER = Path(__file__).parent / "cpu" / "integrations"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations.md"
+FOLDER = Path(__file__).parents[1] / "cpu" / "integrations"
 
 #: library -> its file of tests, and what works -> the test that shows it
 CLAIMS: dict[str, tuple[str, dict[str, str]]] = {

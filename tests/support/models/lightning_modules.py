@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.integrations.lightning import AmpFxFabricPrecision, AmpFxPrecision, MetricsCallback
-from integrations import batches, moved, weights
-from small_models import UpDown
+from support.models.small import UpDown
+from support.other_libraries import batches, moved, weights
 
 __all__ = ["OPTIONS", "AmpFxFabricPrecision", "AmpFxPrecision", "Fabric", "LitNet", "MetricsCallback"]
 __all__ += ["MixedPrecision", "Watch", "batches", "fp16", "trainer"]

@@ -1,6 +1,6 @@
 """A program for Triton's interpreter, which tests run where there is no GPU: copies are renewed; prints JSON.
 
-    TRITON_INTERPRET=1 python renewed.py
+    TRITON_INTERPRET=1 python renewed_copies.py
 
 The interpreter truncates to bfloat16, so the copies are float16.
 """
@@ -17,7 +17,7 @@ from amp_fx.precision.policy.forms import ScaledRows
 from amp_fx.runtime.weights import cache, touch
 from amp_fx.runtime.weights.cache import CacheEntry, WeightCache, keep
 from amp_fx.runtime.weights.renewal import CHUNK, Renewal
-from writes import WRITES, are_current, copies_for, copies_in, new_layer
+from support.checks.weight_writes import WRITES, are_current, copies_for, copies_in, new_layer
 
 LOW = torch.float16
 

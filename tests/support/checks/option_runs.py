@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import amp_fx
-from combinations import AXES, Row, options_of
-from combined_models import Model, make
-from graphs import autocast_in, op_by_op
-from levels import FP8_CPU, INT8_CPU
+from support.checks.below_16_bits import FP8_CPU, INT8_CPU
+from support.checks.option_pairs import AXES, Row, options_of
+from support.models.for_options import Model, make
+from support.tracing.captured_graphs import autocast_in, op_by_op
 
 Prepare = Callable[[Model], Callable[..., Any]]
 

@@ -1,0 +1,1 @@
+"""What tests share, in folders by what it is: CONTRIBUTING.md says which."""
