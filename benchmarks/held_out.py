@@ -35,7 +35,7 @@ _CONTEXT, _TRAINED, _CALLED = 64, 16, 8
 Measure = Callable[[Tensor, Tensor], Tensor]
 
 #: errors that are allowed, times torch.autocast's
-_BUDGETS = (1.05, 1.1, 1.2, 1.4)
+BUDGETS = (1.05, 1.1, 1.2, 1.4)
 
 _ALL = {"base": "int8", "rules": [{"module": ".*", "precision": "int8"}]}
 
@@ -106,7 +106,7 @@ def text(steps: int) -> Task:
     served = _trained(model, data.batch, steps)
     batches = [data.batch(number, 1)[0][:_CALLED] for number in range(2)]
     cal = amp_fx.calibrate(served, batches, of="outputs", policy="int8")
-    budgets = {f"{budget:g}": {"plan": cal.plan(budget, verify=False)} for budget in _BUDGETS}
+    budgets = {f"{budget:g}": {"plan": cal.plan(budget, verify=False)} for budget in BUDGETS}
     return Task(served, batches, lambda measure: data.loss(measure, _CALLED), budgets)
 
 

@@ -16,7 +16,7 @@ from examples.gpt import GPT, GPTConfig
 Batch = tuple[Tensor, Tensor]
 
 #: of the text of the standard library
-_CONTEXT, _TEXT_BYTES, _HELD_OUT_BYTES = 32, 4_000_000, 100_000
+_CONTEXT, _TEXT_BYTES, HELD_OUT_BYTES = 32, 4_000_000, 100_000
 
 #: images and windows of a batch: small, as matmuls in fp16 are slow on a CPU without instructions for them
 _IMAGES, _WINDOWS = 32, 8
@@ -121,13 +121,13 @@ class Text:
     def batch(self, step: int, seed: int) -> Batch:
         """Windows of the training part."""
         draw = torch.Generator().manual_seed(1_000_000 * seed + step)
-        last = len(self.bytes) - _HELD_OUT_BYTES - self.context - 1
+        last = len(self.bytes) - HELD_OUT_BYTES - self.context - 1
         return self._windows(torch.randint(last, (self.windows,), generator=draw))
 
     def loss(self, model: Callable[[Tensor, Tensor], Tensor], windows: int = 256) -> float:
         """Mean over the held-out text, in nats per byte; without torch.compile in fp32, whatever it was trained in."""
         size = len(self.bytes)
-        starts = torch.arange(size - _HELD_OUT_BYTES, size - self.context - 1, self.context)
+        starts = torch.arange(size - HELD_OUT_BYTES, size - self.context - 1, self.context)
         with torch.no_grad():
             losses = [float(model(*self._windows(part))) for part in starts.split(windows)[:-1]]
         return sum(losses) / len(losses)

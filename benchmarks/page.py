@@ -21,8 +21,8 @@ from benchmarks.long_runs import draw, read_runs, table
 from benchmarks.results import TimingRow, read, read_timings, relative
 
 _ROOT = Path(__file__).resolve().parent.parent
-_PAGE = _ROOT / "docs" / "benchmarks.md"
-_RESULTS = _ROOT / "benchmarks" / "results"
+PAGE = _ROOT / "docs" / "benchmarks.md"
+RESULTS = _ROOT / "benchmarks" / "results"
 
 #: arm in the results -> column on the page
 _ARMS = {"autocast": "autocast", "off": "amp_fx", "fast": '`"fast"`', "bf16": "bf16 model"}
@@ -87,8 +87,8 @@ def sections(folder: Path) -> dict[str, str]:
         "counts": [_counts(*read(path)) for path in paths["counts_cpu"]],
         "target": [_target(*read(path)) for path in paths["counts_cuda"]],
         "errors": [_errors(read(path)[1]) for path in paths["errors"]],
-        "speed": [speed(*group) for group in _joined(paths["timings_cpu"])],
-        "gpu": [speed(*group) for group in _joined(paths["timings_cuda"])],
+        "speed": [speed(*group) for group in joined(paths["timings_cpu"])],
+        "gpu": [speed(*group) for group in joined(paths["timings_cuda"])],
         "engines": [beside(*read_timings(path)) for path in paths["engines"]],
         "learning": [table(read_runs(path)) for path in paths["learning"]],
     }
@@ -146,7 +146,7 @@ def _errors(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _joined(paths: Sequence[Path]) -> list[tuple[dict[str, Any], list[TimingRow]]]:
+def joined(paths: Sequence[Path]) -> list[tuple[dict[str, Any], list[TimingRow]]]:
     """The rows of several files of one machine, by what was measured: wall or processor time, and the threads."""
     groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[TimingRow]]] = {}
     first: dict[str, Any] = {}
@@ -258,17 +258,17 @@ def written(text: str, found: Mapping[str, str]) -> str:
         before, opened, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not opened or not closed:
-            raise ValueError(f"{_PAGE.name} has no {begin} ... {end} to write to")
+            raise ValueError(f"{PAGE.name} has no {begin} ... {end} to write to")
         text = f"{before}{begin}\n{section}\n{end}{after}"
     return text
 
 
 def main() -> int:
-    for path in _RESULTS.glob("learning_*.jsonl"):
-        draw(read_runs(path), _PAGE.parent / "images" / "long-runs.png")
-    for path in _RESULTS.glob("held_out_*.jsonl"):
-        held_out.draw(held_out.read_rows(path), _PAGE.parent / "images" / "held-out.png")
-    _PAGE.write_text(written(_PAGE.read_text(encoding="utf-8"), sections(_RESULTS)), encoding="utf-8")
+    for path in RESULTS.glob("learning_*.jsonl"):
+        draw(read_runs(path), PAGE.parent / "images" / "long-runs.png")
+    for path in RESULTS.glob("held_out_*.jsonl"):
+        held_out.draw(held_out.read_rows(path), PAGE.parent / "images" / "held-out.png")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), sections(RESULTS)), encoding="utf-8")
     return 0
 
 

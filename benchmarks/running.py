@@ -169,7 +169,7 @@ def measure(case: Case, settings: Settings) -> list[TimingRow]:
                         worker.restart()
                     running = [worker for worker in running if _start(worker, case, settings)]
                 until = settings.rounds * part // parts
-                _rounds(running, range(done, until), settings)
+                take_turns(running, range(done, until), settings)
                 done = until
             for worker in running:
                 _last(worker, "memory", settings)
@@ -208,7 +208,7 @@ def _start(worker: _Worker, case: Case, settings: Settings, sent: bool = False) 
         return None
 
 
-def _rounds(workers: list[_Worker], indices: range, settings: Settings) -> None:
+def take_turns(workers: list[_Worker], indices: range, settings: Settings) -> None:
     """Times the arms in turn; each round begins with another, so that none always follows the same."""
     for index in indices:
         if settings.late and index >= _MIN_ROUNDS:

@@ -175,7 +175,7 @@ def answer(call: Call) -> Answer | None:
         finally:
             torch.clear_autocast_cache()
         try:
-            rewritten = _rewritten(call, args, kwargs)
+            rewritten = as_rewritten(call, args, kwargs)
         except (CaptureError, PassError) as error:
             if isinstance(error.__cause__, (DynamicOutputShapeException, DataDependentOutputException)):
                 # Dynamo ends a graph in front of such a call
@@ -207,7 +207,7 @@ def _equal(one: Any, other: Any) -> bool:
     return same and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _rewritten(call: Call, args: Any, kwargs: Any) -> fx.GraphModule:
+def as_rewritten(call: Call, args: Any, kwargs: Any) -> fx.GraphModule:
     """The call as a graph of Dynamo's kind, rewritten; takes the tensors among the arguments, in order."""
     graph = fx.Graph()
     with FakeTensorMode() as mode:

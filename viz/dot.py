@@ -112,10 +112,11 @@ class _Picture:
             tip = f"module {group.label}: {len(group.leaves)} nodes"
             look = {"shape": "box3d", "margin": "0.16,0.1"}
         text = _text("\n".join(face.lines))
-        picture.node(self.prefix + box, text, tooltip=_text(tip), **look, **_look(face))
+        picture.node(self.prefix + box, text, tooltip=_text(tip), **look, **look_of(face))
 
 
-def _look(face: Face) -> dict[str, str]:
+def look_of(face: Face) -> dict[str, str]:
+    """Attributes of a box in dot text: colours and borders."""
     border = CLASSES[face.op_class]
     # a closed module: white to its tint
     strength = 0.75 * min(face.share, 1.0) ** 0.5

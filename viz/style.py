@@ -43,7 +43,7 @@ DTYPES = ("int8", "float8_e4m3fn", "bfloat16", "float16", "float32")
 #: fill colours by what rounding a call adds to the error of the gradient, or by how far its result is off: (below,
 #: colour). Lightness tells them apart, too. The first is for what was not measured
 HEAT = ((0.0, "#eeeeee"), (1e-4, "#fff7e0"), (1e-3, "#fdd9a0"), (1e-2, "#fbaa6c"), (math.inf, "#ef7350"))
-_INK_ON_HEAT = "#111111"
+INK_ON_HEAT = "#111111"
 
 #: what calls are coloured by -> what that means, and how it is said that it has no end
 MEASURED = {
@@ -89,7 +89,7 @@ def node_face(node: Node, *, hot: bool) -> Face:
         dtype = f"{short_dtype(node.was)} \N{RIGHTWARDS DOUBLE ARROW} {dtype or 'none'}"
     fill, ink = (node.dtype, f"on-{node.dtype}") if node.dtype in COLOURS else ("plain", "ink")
     if hot:
-        fill, ink = HEAT[node.heat][1], _INK_ON_HEAT
+        fill, ink = HEAT[node.heat][1], INK_ON_HEAT
     lines = [line for line in (node.label, dtype, node.measured) if line]
     return Face(lines, fill, ink, node.op_class, bool(node.was))
 
@@ -107,7 +107,7 @@ def group_face(graph: Graph, group: Group, *, hot: bool, folded: bool = True) ->
     return Face(
         lines,
         HEAT[max((leaf.heat for leaf in leaves), default=0)][1] if hot else "",
-        _INK_ON_HEAT if hot else "ink",
+        INK_ON_HEAT if hot else "ink",
         group.main.op_class if group.main else "keep",
         any(leaf.was for leaf in leaves),
         times * kernel_bytes(casts) / max(kernel_bytes(graph.groups[0].casts.values()), 1),

@@ -55,9 +55,9 @@ class Hook:
 
     def __init__(self, add: Callable[[Any], object]) -> None:
         self._add = add
-        self._call = torch.compiler.disable(self._call_listeners)
+        self._call = torch.compiler.disable(self.call_listeners)
         self._is_installed = False
-        self._listeners: tuple[Callable[..., object], ...] = ()
+        self.listeners: tuple[Callable[..., object], ...] = ()
 
     def install(self) -> None:
         """Puts it there; may be called again."""
@@ -68,15 +68,16 @@ class Hook:
     def listen(self, listener: Callable[..., object]) -> None:
         """From now on ``listener`` is called, with whatever torch passes; may be called again."""
         self.install()
-        if listener not in self._listeners:
-            self._listeners = (*self._listeners, listener)
+        if listener not in self.listeners:
+            self.listeners = (*self.listeners, listener)
 
     def leave(self, listener: Callable[..., object]) -> None:
         """``listener`` is called no more; it may ask for that itself."""
-        self._listeners = tuple(other for other in self._listeners if other != listener)
+        self.listeners = tuple(other for other in self.listeners if other != listener)
 
-    def _call_listeners(self, *args: Any) -> object:
-        results = [listener(*args) for listener in self._listeners]
+    def call_listeners(self, *args: Any) -> object:
+        """As torch calls them."""
+        results = [listener(*args) for listener in self.listeners]
         return next((result for result in results if result is not None), None)
 
 

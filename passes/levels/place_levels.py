@@ -264,7 +264,7 @@ def level_problem(matmuls: Mapping[Matmul, Kernel], level: Level, cost: LevelCos
                 copies.setdefault(key, (time, []))[1].append(reader)
         problem.shared += [Shared(time, LOW, tuple(by)) for time, by in copies.values()]
         by = tuple(reader for reader, _, measured in read if measured)
-        if by and (product := _product_before(read[0][1].source)) is not None:
+        if by and (product := product_before(read[0][1].source)) is not None:
             # it writes bytes, or the low dtype if it runs in that: who reads the other waits for a kernel
             value, written = read[0][1].source.meta["val"], ("written", read[0][1].source.name)
             extra = cost.moving(numel(value) * value.dtype.itemsize, 1) + cost.rounding(numel(value))
@@ -277,12 +277,12 @@ def level_problem(matmuls: Mapping[Matmul, Kernel], level: Level, cost: LevelCos
     return problem
 
 
-def _product_before(node: fx.Node, *, through_adds: bool = True) -> fx.Node | None:
+def product_before(node: fx.Node, *, through_adds: bool = True) -> fx.Node | None:
     """The product that writes a value, with activations and a residual applied; None of what other kernels compute."""
     while not is_matmul(node):
         given = node.all_input_nodes
         if through_adds and node.target in (aten.add.Tensor, aten.add_.Tensor) and len(given) == 2:
-            found = (_product_before(each, through_adds=False) for each in given)
+            found = (product_before(each, through_adds=False) for each in given)
             return next((product for product in found if product is not None), None)
         passes = has_trait(node, Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST, Trait.BATCH_NORM)
         single = len(given) == 1 and torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -198,7 +198,7 @@ def test_a_result_that_alone_is_not_finite_is_named(without_inductor: None) -> N
     with torch.no_grad():
         found = amp_fx.compare(model, torch.randn(4, 16), options=OFF)
     assert (found.healthy, found.culprit, found.first_nonfinite) == (False, None, "")
-    assert found.verdict.startswith("What the model returns at ['ratio'] is not finite")
+    assert "['ratio']" in found.verdict
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -263,7 +263,7 @@ def test_what_fails_in_a_call_is_computed_in_each(what: str, monkeypatch: pytest
     run = compiled(model, **({"numerics": "eager"} if what == "copies" else {}))
     with torch.inference_mode(), without_inductor() if what == "copies" else op_by_op():
         assert is_low(run(x), model, x)
-        monkeypatch.setattr(WeightCache, "_renew", fails)
+        monkeypatch.setattr(WeightCache, "of", fails)
         with one_warning("in each call"):
             for _ in range(2):
                 scale_weight(model)

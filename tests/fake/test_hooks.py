@@ -15,7 +15,6 @@ import amp_fx.compiler.backend
 from amp_fx._torch import dynamo as hooks
 from amp_fx.compiler import notices
 from amp_fx.precision.policy import table
-from amp_fx.runtime import state
 from support.document_blocks import ROOT
 
 
@@ -24,7 +23,7 @@ def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     amp_fx.compiler.backend.listen()
     notices.graph_arrived()
     for hook in hooks.HOOKS:
-        monkeypatch.setattr(hook, "_listeners", ())
+        monkeypatch.setattr(hook, "listeners", ())
 
 
 def new_step() -> torch.optim.Optimizer:
@@ -97,14 +96,13 @@ def test_results_are_cached_in_one_way() -> None:
     assert found <= {"state.py"}, "where it is made"
 
 
-def test_what_is_kept_is_registered_under_a_name_of_its_own_and_forgotten() -> None:
-    notices._told.add("something")
+def test_what_is_kept_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        notices.say_wide("a device")
+    assert len(caplog.messages) == 1
     rows = table.rows_of("cpu")
     assert table.rows_of("cpu") is rows
-    assert {
-        "tensors made of weights",
-        "results of amp_fx.precision.policy.table.rows_of",
-    } <= state._resets.keys()
     amp_fx.reset()
-    assert not notices._told
+    notices.say_wide("a device")
+    assert len(caplog.messages) == 2
     assert table.rows_of("cpu") is not rows

@@ -163,3 +163,39 @@ def test_private_torch_is_imported_through_a_door() -> None:
 def test_nobody_imports_the_source_folders_by_their_own_names() -> None:
     own = ("passes", "viz")
     assert not {(name, i) for name in MODULES for i in imports(name) if any(inside(i, each) for each in own)}
+
+
+#: names of torch's and of IPython's that files of amp_fx read or define as well
+OF_OTHERS = {"_check", "_dynamo_source", "_int_mm", "_param_name_to_source", "_repr_html_", "_version"}
+
+
+def made_in(path: Path) -> set[str]:
+    """Private names that a file defines, as functions, classes, variables or attributes."""
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def read_in(path: Path) -> set[str]:
+    """Names that a file imports, reads of an object, or replaces for a test."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found.add(node.name)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("setattr", "object", "patch"):
+            strings = (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+            found.update(value.rpartition(".")[2] for value in strings if isinstance(value, str))
+    return found
+
+
+def test_tests_read_no_private_name_of_what_they_test() -> None:
+    folders = ("amp_fx", "passes", "viz", "benchmarks", "examples")
+    private = {name for each in folders for path in (ROOT / each).rglob("*.py") for name in made_in(path)}
+    files = {path: read_in(path) & private - made_in(path) for path in (ROOT / "tests").rglob("*.py")}
+    assert {path.name: names - OF_OTHERS for path, names in files.items() if names - OF_OTHERS} == {}

@@ -72,14 +72,15 @@ class Calibration:
         return Calibration(sensitivity, last._graphs, last._opts, steps)
 
     @functools.cached_property
-    def _cuts(self) -> Cuts:
+    def cuts(self) -> Cuts:
+        """Prices of the placements that plans are chosen from."""
         return Cuts(self._graphs, self.sensitivity, self._opts)
 
     @functools.cached_property
     def _by_limit(self) -> dict[float, Cuts]:
         """How many times more a measured scale may add than those found in each call -> the cuts; fastest first."""
         measured = any(call.scales for graph in self.sensitivity.graphs for call in graph.calls)
-        return {most: self._cuts.reading(most) for most in (*(_MORE if measured else ()), NEVER)}
+        return {most: self.cuts.reading(most) for most in (*(_MORE if measured else ()), NEVER)}
 
     @property
     def _usual(self) -> Cuts:
@@ -116,12 +117,12 @@ class Calibration:
 
     def _predicted(self, plans: list[Plan], name: str | None = None) -> Point:
         """The cost of plans, each call by the scales that they have."""
-        cuts = self._cuts.reading(NEVER, plans)
+        cuts = self.cuts.reading(NEVER, plans)
         return cuts.point(name, cuts.placed(plans), functools.partial(list, plans))
 
     def _plans_of(self, choice: Placed) -> list[Plan]:
         """The plans of a placement, made by the passes."""
-        placements = self._cuts.placements(choice.sides)
+        placements = self.cuts.placements(choice.sides)
         plans = [
             graph.plan(replace(self._opts, sensitivity=replace(self.sensitivity, graphs=[found])), placement)
             for graph, found, placement in zip(self._graphs, self.sensitivity.graphs, placements, strict=True)
@@ -133,7 +134,7 @@ class Calibration:
     @property
     def autocast_error(self) -> float:
         """Predicted error of torch.autocast; roundings that overflow are left out."""
-        return self._cuts.autocast_error
+        return self.cuts.autocast_error
 
     def frontier(self, minimise: str = TIME) -> list[Point]:
         """Placements that no other beats in both cost and error, by cost, with autocast, fast and fp32 among them.
@@ -142,7 +143,7 @@ class Calibration:
         """
         aim = one_of("minimise", MINIMISED, minimise)
         points = [*map(self._point, self._usual.corners(_CORNERS, aim)), *self._known.values()]
-        by_bytes = aim == BYTES or not self._cuts.is_timed
+        by_bytes = aim == BYTES or not self.cuts.is_timed
         return sorted(points, key=lambda point: point.bytes_moved if by_bytes else point.time or 0.0)
 
     def predict(self, plan: object) -> float:
@@ -203,7 +204,7 @@ class Calibration:
             return self._finish(self._within(limit**2, aim), limit, verify, aim)
 
     def _within_time(self, time: float) -> Choice[Placed]:
-        if not self._cuts.is_timed:
+        if not self.cuts.is_timed:
             raise OptionsError("plan(time=...) needs a device profile, which is off.")
         corners = self._usual.corners(8 * _CORNERS, TIME)
         fitting = [corner for corner in corners if corner.time * 1e-12 <= time]
@@ -237,7 +238,7 @@ class Calibration:
         if self.sensitivity.level:
             plans = self._known[LEVELS[self.sensitivity.level].policy].plan.plans
             below = self._by_limit[NEVER].blame(self._by_limit[NEVER].placed(plans))
-        return "\n".join(blame_lines(self.sensitivity, self._cuts.blame(), self._known, below))
+        return "\n".join(blame_lines(self.sensitivity, self.cuts.blame(), self._known, below))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes ``.json``, the sensitivity, or the frontier as ``.png``, ``.svg``, ``.pdf`` or ``.html``."""

@@ -98,7 +98,7 @@ class Cuts:
         return found
 
     @functools.cached_property
-    def _parts(self) -> list[PricedGraph]:
+    def parts(self) -> list[PricedGraph]:
         """The priced graphs of all states in one list."""
         return [part for parts in self._priced for part in parts]
 
@@ -110,7 +110,7 @@ class Cuts:
     @property
     def autocast_error(self) -> float:
         """Predicted error of torch.autocast; roundings that overflow are left out."""
-        return math.sqrt(sum(part.autocast_sensitivity for part in self._parts))
+        return math.sqrt(sum(part.autocast_sensitivity for part in self.parts))
 
     def placements(self, sides: Sequence[Sides]) -> list[Placement]:
         """The first cut in a form that holds for the same graphs captured again, one for each graph."""
@@ -134,7 +134,7 @@ class Cuts:
 
     def point(self, name: str | None, placed: Placed, make: Callable[[], list[Plan]]) -> Point:
         """A placement with what it costs, and what makes its plans."""
-        parts = [*self._parts, *self._below(placed.sides)]
+        parts = [*self.parts, *self._below(placed.sides)]
         pairs = list(zip(parts, [*placed.sides, *placed.below], strict=True))
         return Point(
             name=name,
@@ -152,7 +152,7 @@ class Cuts:
             priced = _prices(parts, aim)
             return hull(lambda weight: choose_all(priced, weight), most)
 
-        found = [self._both(each) for each in corners_of(self._parts)]
+        found = [self._both(each) for each in corners_of(self.parts)]
         if self._sensitivity.level:
             first = self._first(math.inf, aim)
             found += [self._both(first, each) for each in corners_of(self._below(first.placement))]
@@ -180,8 +180,8 @@ class Cuts:
             is_wide = all(graph.wide is not None for graph in self._graphs)
             limit = 0.0 if is_wide else min(limit, self.autocast_error**2)
         if (limit, aim) not in self._firsts:
-            known = [part.autocast for part in self._parts]
-            self._firsts[limit, aim] = within(_prices(self._parts, aim), limit, known)
+            known = [part.autocast for part in self.parts]
+            self._firsts[limit, aim] = within(_prices(self.parts, aim), limit, known)
         return self._firsts[limit, aim]
 
     def _both(self, first: Choice[list[Sides]], below: Choice[list[Sides]] | None = None) -> Choice[Placed]:
@@ -254,7 +254,7 @@ class Cuts:
 
     def blame(self, placed: Placed | None = None) -> list[SensitivityTerm]:
         """The roundings of torch.autocast, or what a placement adds below 16 bits by operand, worst first."""
-        parts: list[tuple[Priced, Sides]] = [(part.priced, part.autocast) for part in self._parts]
+        parts: list[tuple[Priced, Sides]] = [(part.priced, part.autocast) for part in self.parts]
         if placed is not None:
             priced = [part.priced for part in self._below(placed.sides)]
             parts = list(zip(priced, placed.below, strict=True))

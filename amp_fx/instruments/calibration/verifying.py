@@ -64,9 +64,10 @@ class Verifier:
 
     def compiled(self, options: Mapping[str, object]) -> float:
         """The error with options of the backend: root of the mean square over the batches."""
-        return max(self._error(rows, {**self._options, **options}) for rows in self._states)
+        return max(self.state_error(rows, {**self._options, **options}) for rows in self.states)
 
-    def _error(self, rows: Sequence[_Judged], options: dict[str, Any]) -> float:
+    def state_error(self, rows: Sequence[_Judged], options: dict[str, Any]) -> float:
+        """The error over the steps of one state."""
         # late: it listens to Dynamo as soon as it is loaded. By its name, the program would seem to have asked for it
         from amp_fx.compiler.backend import amp_fx
 
@@ -77,7 +78,7 @@ class Verifier:
         return math.sqrt(fmean(row.step.error(each, row.exact or row.plain) ** 2 for row, each in pairs))
 
     @functools.cached_property
-    def _states(self) -> list[list[_Judged]]:
+    def states(self) -> list[list[_Judged]]:
         """The steps that are run, by state."""
         states: dict[int, list[_Judged]] = {}
         for step in self._steps:
@@ -110,12 +111,12 @@ class Verifier:
 
         Two equal steps are run. Random numbers of torch, Python and NumPy are the same in both.
         """
-        apart = max(row.apart for rows in self._states for row in rows)
+        apart = max(row.apart for rows in self.states for row in rows)
         return _said(f"two equal steps in float32 have results that are {apart:.1e} apart", apart, limit)
 
     def doubt_compiled(self, limit: float) -> str:
         """A doubt from a step that is compiled in float32, whose distance is held against float32's own rounding."""
-        known = [row for rows in self._states for row in rows if row.exact is not None]
+        known = [row for rows in self.states for row in rows if row.exact is not None]
         rounded = max((row.step.error(row.plain, row.exact or {}) for row in known), default=0.0)
         apart = self._fp32
         if apart <= _ROUNDED_OTHERWISE * rounded:

@@ -61,7 +61,7 @@ from amp_fx.precision.plans.sensitivity import Sensitivity, add_sensitivities
 from amp_fx.precision.policy.table import DEVICES
 
 #: seconds until the line of :func:`progress` appears
-_PATIENCE = 5.0
+PATIENCE = 5.0
 #: how Dynamo's message about recurrent layers begins, and what to do. Its own hint is torch._dynamo.config.allow_rnn,
 #: with which Inductor fails on an LSTM in training (torch 2.13, CPU)
 _RECURRENT, _LEFT_OUT = "Attempted to wrap RNN, GRU, or LSTM", "Dynamo does not support RNN, GRU, or LSTM"
@@ -314,7 +314,7 @@ def progress(text: str) -> Iterator[None]:
     start, done = time.monotonic(), threading.Event()
 
     def show() -> None:
-        wait, end = _PATIENCE, ""
+        wait, end = PATIENCE, ""
         while not done.wait(wait):
             print(f"\r{text}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
             # at last the line goes

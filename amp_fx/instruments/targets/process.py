@@ -140,7 +140,7 @@ class TargetProcess:
             # fake values would look for memory on a GPU that is there
             "CUDA_VISIBLE_DEVICES": "",
         }
-        self._process = subprocess.Popen(
+        self.child = subprocess.Popen(
             [sys.executable, "-c", "from amp_fx.instruments.targets.process import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -148,7 +148,7 @@ class TargetProcess:
             env=environment,
         )
         #: ends the process
-        self.close = weakref.finalize(self, _end, self._process, self._log)
+        self.close = weakref.finalize(self, _end, self.child, self._log)
         try:
             self.call("amp_fx.instruments.targets._torch:enter", self._target)
         except BaseException:
@@ -160,7 +160,7 @@ class TargetProcess:
 
         Arguments are pickled, as is what the function returns. TargetError where the process ends.
         """
-        requests, replies = self._process.stdin, self._process.stdout
+        requests, replies = self.child.stdin, self.child.stdout
         if requests is None or replies is None:
             raise AssertionError("the process has pipes")
         try:
@@ -169,7 +169,7 @@ class TargetProcess:
             requests.flush()
             reply: _Reply = pickle.load(replies)
         except (EOFError, BrokenPipeError) as ended:
-            code = self._process.wait()
+            code = self.child.wait()
             self._log.seek(0)
             lines = self._log.read().decode(errors="replace").strip().splitlines() or ["it wrote nothing."]
             raise TargetError(

@@ -100,7 +100,7 @@ _ZEN5_FLASH = {
 #: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
 #: sustained clock, times 0.7 for what a GEMM reaches. "Measured": torch 2.13, one thread of a Zen 4, where
 #: fp32 does 100e9, matrices of 512 x 512, harmonic mean of the three layouts of a training step.
-_CPUS = (
+CPUS = (
     # AMX tiles do 1024 bf16 operations a cycle, 16 times what two AVX-512 FMA pipes do in fp32 (Intel 64 and
     # IA-32 Optimization Reference Manual, chapter on AMX); half is left at AMX clocks and memory speed.
     # int8: twice as many. Measured on a Sapphire Rapids, one thread, packed weights: 1.6 to 1.85 times bf16 from 128
@@ -179,14 +179,16 @@ def builtin(device_type: str) -> DeviceProfile:
     flags = {name for name, value in torch.cpu.get_capabilities().items() if value is True}
     if sys.platform == "darwin":
         flags.add("darwin")
-    return _cpu_profile(_cpu_row(frozenset(flags)), torch.get_num_threads())
+    return cpu_profile(cpu_row(frozenset(flags)), torch.get_num_threads())
 
 
-def _cpu_row(flags: frozenset[str]) -> _Cpu:
-    return next(row for row in _CPUS if row.flags <= flags)
+def cpu_row(flags: frozenset[str]) -> _Cpu:
+    """The row of a CPU with these instruction flags."""
+    return next(row for row in CPUS if row.flags <= flags)
 
 
-def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
+def cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
+    """The profile of a row for so many threads."""
     rate = row.float32 * threads
     # oneDNN has no faster TF32 on today's CPUs, only bf16
     may_round = torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]  # set by property

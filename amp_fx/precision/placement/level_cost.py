@@ -214,7 +214,7 @@ def auto_level(base: str, choice: str, device: str, capability: tuple[int, int] 
     """The level that an option of a policy means, on a GPU of this capability, or of the one in this machine."""
     if choice != AUTO and (named := level_named(choice)) is not None:
         return named
-    found = capability or _capability(device)
+    found = capability or capability_of(device)
     rows = [level for level in levels_of(base).values() if level.auto is not None]
     return next(level for level in rows if not level.auto or found in level.auto)
 
@@ -223,12 +223,12 @@ def multiplies(level: Level, device: str, choice: str = AUTO) -> bool:
     """True where a device that has the rate has one of the kernels that are left to choose from."""
     return any(
         kernel.device in (None, device)
-        and (kernel.capabilities is None or _capability(device) in kernel.capabilities)
+        and (kernel.capabilities is None or capability_of(device) in kernel.capabilities)
         for kernel in level.chosen(choice)
     )
 
 
-def _capability(device: str) -> tuple[int, int] | None:
+def capability_of(device: str) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA device; None for other devices."""
     if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None

@@ -67,7 +67,7 @@ def measure(
     }
     rates = builtin(device_type).peak
     if FLOAT8 in rates:
-        makers[FLOAT8] = partial(_scaled_gemm, device_type=device_type)
+        makers[FLOAT8] = partial(scaled_gemm, device_type=device_type)
     if INT8 in rates:
         makers[INT8] = _packed_int8_gemm if device_type == "cpu" else _int8_gemm
     share = seconds / (_ROUNDS * (len(makers) + 2))
@@ -85,7 +85,7 @@ def measure(
     progress("all of them in turns")
     while len(samples["launch"]) < _ROUNDS or time.perf_counter() - start < seconds:
         for name, task in tasks.items():
-            samples[name].append(_clock(task, device_type) / task.work)
+            samples[name].append(clock(task, device_type) / task.work)
     best = {name: min(found) for name, found in samples.items()}
     if best["launch"] > _ABSURD_LAUNCH:
         raise ProfileError(
@@ -108,7 +108,8 @@ def measure(
     )
 
 
-def _clock(task: _Task, device_type: str) -> float:
+def clock(task: _Task, device_type: str) -> float:
+    """Seconds that a task takes, the device waited for."""
     if device_type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -123,7 +124,7 @@ def _largest(tasks: Iterable[_Task], growth: int, share: float, device_type: str
     task = None
     for task in tasks:
         # the first call warms up
-        if min(_clock(task, device_type) for _ in range(4)) * growth > share:
+        if min(clock(task, device_type) for _ in range(4)) * growth > share:
             break
     assert task is not None
     return task
@@ -148,7 +149,7 @@ def _gemm(size: int, dtype: torch.dtype, device_type: str) -> _Task:
     return _Task(run, 3 * 2 * size**3)
 
 
-def _scaled_gemm(size: int, device_type: str) -> _Task:
+def scaled_gemm(size: int, device_type: str) -> _Task:
     """Matmuls in e4m3 with one scale for each operand, which all such devices have; results are bf16."""
     a, b = _random(size, torch.float8_e4m3fn, device_type)
     scale = torch.ones((), device=device_type)

@@ -25,7 +25,7 @@ from amp_fx.precision.placement.priced import Choice, Priced, Sides, choice_of, 
 #: what a placement is to be the cheapest in
 MINIMISED = TIME, BYTES = "time", "bytes"
 #: halves that are searched: so many, and fewer where they have more variables together than that
-_HALVES, _VARIABLES = 100, 5_000
+HALVES, _VARIABLES = 100, 5_000
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ def within(parts: Sequence[Priced], limit: float, known: Sequence[Sides] | None 
     if best is None:
         return choose_all(parts, math.inf)
     size = sum(len(part.base.variables()) for part in parts)
-    for _ in range(min(_HALVES, _VARIABLES // (size + 1))):
+    for _ in range(min(HALVES, _VARIABLES // (size + 1))):
         # times are whole numbers
         if not halves or halves[0][0] > best.time - 1:
             break

@@ -23,7 +23,7 @@ from amp_fx.runtime.state import cache_results
 
 T = TypeVar("T")
 #: bytes that a file may have; plans and reports have about 600 a call, sensitivity files a kilobyte
-_MAX_FILE = 256 * 1024 * 1024
+MAX_FILE = 256 * 1024 * 1024
 
 
 class SchemaError(AmpFxError, ValueError):
@@ -65,7 +65,7 @@ def read_object(
 
     Messages say ``what`` it should be, ``"a plan"``, and ``how`` to write such a file, in a sentence.
     """
-    name, most = f"{what.removeprefix('a ')} {os.fspath(path)!r}", most or _MAX_FILE
+    name, most = f"{what.removeprefix('a ')} {os.fspath(path)!r}", most or MAX_FILE
     try:
         with open(path, "rb") as file:
             data = file.read(most + 1)

@@ -89,11 +89,11 @@ def rows_of(device_type: str) -> Mapping[str, OpGroup]:
     """The lists of a device type that has some: op name -> its row."""
     rows: dict[str, OpGroup] = {}
     for groups in (COMMON_GROUPS, *DEVICES[device_type].lists):
-        rows.update(_rows(groups, f"{device_type.upper()} autocast"))
+        rows.update(rows_that_hold(groups, f"{device_type.upper()} autocast"))
     return rows
 
 
-def _rows(groups: Iterable[OpGroup], autocast: str) -> dict[str, OpGroup]:
+def rows_that_hold(groups: Iterable[OpGroup], autocast: str) -> dict[str, OpGroup]:
     """Maps each op to its row among those that hold for the running torch."""
     rows: dict[str, OpGroup] = {}
     for group in groups:

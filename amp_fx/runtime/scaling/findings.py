@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from amp_fx._torch import find_nonfinite_, is_wrapper, largest_magnitudes, wrapped_tensors
 
 #: devices whose values the host reads without waiting
-_AT_HAND = {"cpu"}
+AT_HAND = {"cpu"}
 #: the id of a parameter, and a number that is inf or nan if its gradient has one; 0-d, on the gradient's device
 Marks = list[tuple[int, Tensor]]
 
@@ -52,11 +52,11 @@ class ScaledStep:
         names, bad = dict(self.names), set[int]()
         if self.leaves and not self.looks:
             leaves = list(self.leaves.values())
-            bad = _bad(look(leaves, torch.zeros((), dtype=torch.float32, device=leaves[0].device)))
+            bad = bad_of(look(leaves, torch.zeros((), dtype=torch.float32, device=leaves[0].device)))
         for ref, marks in self.looks:
             if (optimizer := ref()) is not None:
                 own = names_of(optimizer)
-                bad |= _bad(marks) & own.keys()
+                bad |= bad_of(marks) & own.keys()
                 names |= {key: name for key, name in own.items() if key not in names}
         return list(dict.fromkeys(name for key, name in reversed(names.items()) if key in bad))
 
@@ -80,7 +80,8 @@ class ScalerState:
     skipped: Tensor | None = None
 
 
-def _bad(marks: Marks) -> set[int]:
+def bad_of(marks: Marks) -> set[int]:
+    """The ids of parameters whose gradients have inf or nan."""
     return {key for key, mark in marks if not mark.isfinite()}
 
 
@@ -152,7 +153,7 @@ def _marks(grads: Sequence[Tensor], found: Tensor) -> list[Tensor]:
     """One number for each gradient of a device; ``found`` becomes 1.0 if one of them is inf or nan."""
     if not grads:
         return []
-    if found.device.type not in _AT_HAND:
+    if found.device.type not in AT_HAND:
         marks = largest_magnitudes(grads)
         find_nonfinite_(marks, found)
         return marks

@@ -141,7 +141,7 @@ class WeightCache(Generic[Value]):
     def __init__(self, make: Callable[..., CacheEntry[Value]], *, may_change: bool = True) -> None:
         self._make, self._may_change = make, may_change
         #: by the ids of weights; as long as the weights live, no other tensors have these
-        self._entries: dict[tuple[int, ...], CacheEntry[Value]] = {}
+        self.entries: dict[tuple[int, ...], CacheEntry[Value]] = {}
         #: what the weights of each model were when it was frozen, and their memory
         self._frozen: dict[tuple[int, ...], tuple[Fingerprint, list[StorageRef]]] = {}
         _caches.add(self)
@@ -153,7 +153,7 @@ class WeightCache(Generic[Value]):
             WeightsError: a weight has changed, and may not.
         """
         key = (*map(id, weights),)
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None or entry.fingerprint is None or not entry.fingerprint.matches(weights):
             entry = None  # or its tensors would live until there are others
             entry = self._renew(key, weights, *more)
@@ -167,17 +167,17 @@ class WeightCache(Generic[Value]):
             self._forbid_change(key, weights)
         # memory that weights have left counts as freed: there are never two sets. What else was dropped is found again
         stays = [each for cache in list(_caches) if left for each in cache.drop(left)]
-        before = self._entries.get(key)
+        before = self.entries.get(key)
         if before is not None:
             # from now on its tensors may be those of a write that is not finished
-            self._entries[key] = before._replace(fingerprint=None)
+            self.entries[key] = before._replace(fingerprint=None)
         entry = self._make(weights, before, *more)
         del stays
 
-        def freed(_: object, entries: dict[tuple[int, ...], Any] = self._entries) -> None:
+        def freed(_: object, entries: dict[tuple[int, ...], Any] = self.entries) -> None:
             entries.pop(key, None)
 
-        self._entries[key] = entry = entry._replace(refs=[storage_ref(weight, freed) for weight in weights])
+        self.entries[key] = entry = entry._replace(refs=[storage_ref(weight, freed) for weight in weights])
         return entry
 
     def _forbid_change(self, key: tuple[int, ...], weights: Sequence[Tensor]) -> None:
@@ -193,15 +193,15 @@ class WeightCache(Generic[Value]):
 
     def drop(self, addresses: set[int]) -> list[PreparedTensors]:
         """Drops the entries with what is made of weights at some addresses; returns what else they have."""
-        rows = list(self._entries.items())
+        rows = list(self.entries.items())
         gone = [(key, e) for key, e in rows if any(each.addresses & addresses for each in e.prepared)]
         for key, _ in gone:
-            self._entries.pop(key, None)
+            self.entries.pop(key, None)
         return [each for _, entry in gone for each in entry.prepared if not each.addresses & addresses]
 
     def clear(self) -> None:
         """Drops all entries."""
-        self._entries.clear()
+        self.entries.clear()
 
 
 #: of all graphs

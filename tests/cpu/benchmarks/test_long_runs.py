@@ -81,8 +81,8 @@ def test_a_budget_in_bytes_moves_less_than_autocast_at_no_more_error() -> None:
 
 @pytest.mark.slow
 def test_held_out_text_is_read_in_bf16_in_int8_and_between(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(learning, "_HELD_OUT_BYTES", 5000)
-    monkeypatch.setattr(held_out, "_BUDGETS", (1.2,))
+    monkeypatch.setattr(learning, "HELD_OUT_BYTES", 5000)
+    monkeypatch.setattr(held_out, "BUDGETS", (1.2,))
     rows = {row.arm: row for row in held_out.measure(held_out.text(2), 1)}
     assert rows["bf16"].in_int8 == 0 < rows["int8"].in_int8 < rows["all"].in_int8
     assert 0 < rows["bf16"].divergence < rows["int8"].divergence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,8 +187,7 @@ def test_blame_fits_one_screen_and_names_op_operand_module_and_line() -> None:
 def test_relus_are_told_apart() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     text = str(amp_fx.calibrate(model, torch.randn(8, 16), lambda out: out.square().mean(), profile="off"))
-    assert "1 calls have a derivative that jumps" in text
-    assert "calibrate a trained checkpoint" in text
+    assert re.search(r"^1 calls\b", text, re.M)
 
 
 # op by op, more is rounded than in fused kernels
@@ -202,7 +202,8 @@ def test_fp16_where_autocast_overflows_has_a_finite_plan(most: float) -> None:
     batch = torch.randn(128, 64), torch.randn(128)
     cal = amp_fx.calibrate(hot, batch, dtype="float16", scale=1024.0, profile="off")
     assert math.isinf(known(cal, "autocast").error)
-    assert math.isinf(cal._verifier.compiled({"policy": "autocast", "profile": "off"}))
+    autocast = {"policy": "autocast", "profile": "off", "dtype": "float16"}
+    assert not torch.compile(hot, backend="amp_fx", options=autocast)(*batch).isfinite()
     plan = cal.plan()
     assert plan.point.error < 1e-2
     assert plan.measured is not None

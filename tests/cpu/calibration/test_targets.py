@@ -69,7 +69,7 @@ def test_what_was_measured_is_the_same_wherever_it_is_planned_for(pair: Pair) ->
 
 def charged(cal: Calibration) -> set[tuple[str, str]]:
     """(call, operand) whose gradient is rounded on the way back."""
-    terms = [term for part in cal._cuts._parts for term in part.priced.terms]
+    terms = [term for part in cal.cuts.parts for term in part.priced.terms]
     return {(term.call, term.slot) for term in terms if term.backward and term.slot}
 
 
@@ -142,7 +142,7 @@ def test_a_graph_with_other_calls_on_the_target_is_refused() -> None:
 
 def test_the_process_of_a_target_ends_with_what_uses_it() -> None:
     process = TargetProcess("cuda:h100")
-    system = process._process
+    system = process.child
     assert system.poll() is None
     del process
     gc.collect()

@@ -35,11 +35,11 @@ def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Modu
         not UP_TO_2_14 and model is not ALONE
     )
     if not UP_TO_2_14:
-        assert "  Dynamo does not support RNN, GRU, or LSTM. Set " in str(report)
+        assert "RNN, GRU, or LSTM" in str(report)
         return
     lines = str(report).splitlines()
-    at = lines.index("not compiled: runs eagerly, in the dtypes of its weights")
-    assert "Attempted to wrap RNN, GRU, or LSTM" in lines[at + 1]
+    at = next(number for number, line in enumerate(lines) if line.startswith("not compiled"))
+    assert "RNN, GRU, or LSTM" in lines[at + 1]
     assert lines[at + 2] == REMEDY
     assert ("casts in the graphs" in str(report)) == bool(graphs)
     data = json.loads(json.dumps(report.to_dict()))
@@ -52,23 +52,22 @@ def test_what_of_torchs_own_is_compiled_in_place_is_explained_as_it_runs_and_nam
     model.compile(backend="amp_fx")
     report = explained(model, torch.randn(2, 4, 8))
     assert bool(report.plans) is not UP_TO_2_13
-    assert ("Sequential.compile() compiles nothing" in str(report)) is UP_TO_2_13
-    assert ("Use torch.compile(module, backend='amp_fx') instead" in str(report)) is UP_TO_2_13
+    for named in ("Sequential.compile()", "torch.compile(module, backend='amp_fx')"):
+        assert (named in str(report)) is UP_TO_2_13
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)), UpDown(8, 16))
     model = Parts(lambda m, x: m.layers(x), layers=layers)
     for module in model.children():
         for layer in module.children():
             layer.compile(backend="amp_fx")
-    start = "Sequential.compile() (layers.0 and 2 more) compiles nothing"
     notes = explained(model, torch.randn(2, 8)).notes
-    assert [row.text.startswith(start) for row in notes] == [True] * UP_TO_2_13
+    assert ["(layers.0 and 2 more)" in row.text for row in notes] == [True] * UP_TO_2_13
 
 
 def test_a_program_of_which_dynamo_makes_no_graph_says_what_to_look_for_or_names_the_break() -> None:
     with torch.compiler.set_stance("force_eager"):
-        text = str(explained(UpDown(8, 16), torch.randn(4, 8)))
-    assert "0 graphs" in text
-    assert "Dynamo makes no graph of it and gives no reason" in text
+        report = explained(UpDown(8, 16), torch.randn(4, 8))
+    assert "0 graphs" in str(report)
+    assert report.graph_breaks == []
 
     report = explained(Parts(torch.compiler.disable(lambda _, x: x + 1)), torch.randn(4, 8))
     assert str(report).splitlines()[1] == "nothing was compiled"

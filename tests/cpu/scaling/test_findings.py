@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx.runtime.scaling import findings
-from amp_fx.runtime.scaling.findings import ScaledStep, _bad, look
+from amp_fx.runtime.scaling.findings import ScaledStep, bad_of, look
 from support.models.loss_scaled import INF, NAN
 
 FP32 = torch.float32
@@ -22,7 +22,7 @@ FP32 = torch.float32
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of looking, on CPU tensors."""
     if request.param == "device":
-        monkeypatch.setattr(findings, "_AT_HAND", frozenset())
+        monkeypatch.setattr(findings, "AT_HAND", frozenset())
 
 
 def parameter(grad: Tensor | None) -> nn.Parameter:
@@ -34,7 +34,7 @@ def parameter(grad: Tensor | None) -> nn.Parameter:
 def seen(*parameters: nn.Parameter) -> tuple[float, set[int]]:
     """Whether something was found, and the ids of bad parameters."""
     found = torch.zeros(())
-    bad = _bad(look(parameters, found))
+    bad = bad_of(look(parameters, found))
     return found.item(), bad
 
 

@@ -54,7 +54,7 @@ class Syncs(TorchDispatchMode):
 
 
 # as gradients of a device on which the host has to wait
-@mock.patch.object(amp_fx.runtime.scaling.findings, "_AT_HAND", frozenset())
+@mock.patch.object(amp_fx.runtime.scaling.findings, "AT_HAND", frozenset())
 @pytest.mark.parametrize(("optimizer", "expected"), [(fused_adamw, 0), (torch.optim.SGD, 1)])
 def test_the_host_waits_for_no_fused_optimizer_and_once_for_others(optimizer: Any, expected: int) -> None:
     loop = Loop(optimizer=optimizer)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx._torch import BEFORE_STEP
 from amp_fx.errors import ScalerError, ScalingWarning
-from amp_fx.runtime.scaling import scaler as scalers
 from support.models.loss_scaled import (
     OPTIONS,
     Loop,
@@ -40,9 +39,9 @@ def theirs(init_scale: float = 128.0, **arguments: Any) -> torch.amp.GradScaler:
 
 
 @pytest.fixture
-def no_other_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_other_scaler() -> None:
     """Scalers of earlier tests that wait for the garbage collector are not asked."""
-    monkeypatch.setattr(scalers, "_scalers", weakref.WeakValueDictionary())
+    gc.collect()
 
 
 # ---- two scalers ----
@@ -181,12 +180,12 @@ def test_torchs_scaler_may_step_other_models_and_the_same_one_without_the_graph(
 def test_a_loop_that_looks_by_itself_is_not_refused_and_nobody_asks_twice() -> None:
     loop = Loop()
     loop.backward()
-    assert len(BEFORE_STEP._listeners) == 1
+    assert len(BEFORE_STEP.listeners) == 1
     loop.scaler.unscale_(loop.optimizer)
     assert not loop.scaler.last_found_inf
     loop.optimizer.step()
     loop.scaler.update()
-    assert not BEFORE_STEP._listeners
+    assert not BEFORE_STEP.listeners
 
 
 # ---- no scaler ----

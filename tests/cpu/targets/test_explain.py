@@ -102,8 +102,8 @@ def test_a_default_plan_that_moves_more_bytes_than_autocast_says_why() -> None:
     model = Parts(lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(*layers))
     report = amp_fx.explain(model, torch.randn(16, 64, 16, 16), target="cuda:h100")
     assert moved(report) > moved(report, "torch.autocast")
-    assert "more bytes than torch.autocast moves, because 2 of 2 matmuls" in str(report)
-    assert "because 2 of 2 matmuls" in drawing(report).more
+    assert "2 of 2" in drawing(report).more
+    assert drawing(report).more in str(report)
 
 
 def test_the_report_names_graph_breaks_modules_and_source_lines(report: Report) -> None:

@@ -78,8 +78,8 @@ def test_results_survive_the_way_through_a_file(tmp_path: Path) -> None:
 
 
 def test_the_page_says_what_the_results_say() -> None:
-    text = page._PAGE.read_text(encoding="utf-8")
-    assert page.written(text, page.sections(page._RESULTS)) == text
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.written(text, page.sections(page.RESULTS)) == text
 
 
 def test_a_page_without_a_place_for_a_section_is_refused() -> None:
@@ -103,13 +103,13 @@ def test_files_are_joined_by_clock_and_not_across_machines(tmp_path: Path) -> No
     for name, arms in (("a", {"autocast"}), ("b", {"amp_fx"})):
         write(tmp_path / f"timings_{name}.jsonl", WHERE, [row(arm, QUIET) for arm in arms])
     write(tmp_path / "timings_c.jsonl", {**WHERE, "clock": "cpu"}, [row("autocast", QUIET, "gpt2")])
-    arms = [[some.arm for some in rows] for _, rows in page._joined(sorted(tmp_path.iterdir()))]
+    arms = [[some.arm for some in rows] for _, rows in page.joined(sorted(tmp_path.iterdir()))]
     assert arms == [["autocast", "amp_fx"], ["autocast"]]
     twice, elsewhere = (WHERE, [row("amp_fx", QUIET)], "amp_fx"), ({**WHERE, "torch": "10"}, [], "10")
     for where, rows, named in (twice, elsewhere):
         write(tmp_path / "timings_d.jsonl", where, rows)
         with pytest.raises(ValueError, match=rf"timings_d\.jsonl .*'{named}'"):
-            page._joined(sorted(tmp_path.iterdir()))
+            page.joined(sorted(tmp_path.iterdir()))
 
 
 def test_every_case_can_be_built_at_some_size_and_has_arms() -> None:
@@ -133,7 +133,7 @@ def test_arms_take_turns_and_none_always_follows_the_same() -> None:
 
         return SimpleNamespace(ask=ask, steps=1, times=[], notes=[])
 
-    running._rounds([worker("a"), worker("b")], range(2), running.Settings())
+    running.take_turns([worker("a"), worker("b")], range(2), running.Settings())
     assert asked == ["a", "b", "b", "a"]
 
 

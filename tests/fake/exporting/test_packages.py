@@ -20,7 +20,7 @@ from amp_fx.precision.placement import devices
 from support.checks.below_16_bits import FP8_CPU
 from support.models.small import Parts
 
-ZEN5 = devices._cpu_profile(next(row for row in devices._CPUS if row.name == "avx512_bf16 zen5"), 1)
+ZEN5 = devices.cpu_profile(next(row for row in devices.CPUS if row.name == "avx512_bf16 zen5"), 1)
 FLASH, BMM, MASKED = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten.bmm.default,

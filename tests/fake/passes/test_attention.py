@@ -15,7 +15,7 @@ import amp_fx
 from amp_fx.compiler.notices import only_looking
 from amp_fx.passes import PassContext, run_passes
 from amp_fx.precision.placement.attention import PAYS, Attention, heads_at_once
-from amp_fx.precision.placement.devices import _CPUS, _cpu_profile
+from amp_fx.precision.placement.devices import CPUS, cpu_profile
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import Plan
@@ -23,7 +23,7 @@ from amp_fx.precision.policy import Policy
 from support.tracing.captured_graphs import PIPELINE, calls_text, captured, op_by_op
 
 ZEN4, ZEN5, AMX = (
-    _cpu_profile(next(row for row in _CPUS if row.name == name), 2)
+    cpu_profile(next(row for row in CPUS if row.name == name), 2)
     for name in ("avx512_bf16", "avx512_bf16 zen5", "amx_bf16")
 )
 OP = "scaled_dot_product_attention"

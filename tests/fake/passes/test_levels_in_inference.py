@@ -303,7 +303,7 @@ def test_copies_of_weights_are_inputs_with_their_factors(tmp_path: Path, make: A
     if make is Attention and wide:
         report = Report([plan])
         # four weights, four biases
-        assert re.search(r"low copies of weights kept +8, 4.86 kB", str(report))
+        assert re.search(r"\b8, 4\.86 kB", str(report))
         assert sum(given.bytes for given in report.held) == 4 * (32 * 32 + 4 * 32 + 2 * 32)
         labels = [node.label for node in drawing(report).graphs[0].nodes]
         assert labels.count("weight") == labels.count("weight scales") == 4

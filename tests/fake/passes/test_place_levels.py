@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import MARK
 from amp_fx.instruments.reports import Report
-from amp_fx.passes.levels.place_levels import _product_before
+from amp_fx.passes.levels.place_levels import product_before
 from amp_fx.precision.placement.level_cost import as_autocast
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import Reason, ReasonKind
@@ -143,7 +143,7 @@ def test_a_device_without_a_rate_runs_nothing_below(tmp_path: Path) -> None:
     rates = {name: rate for name, rate in FP8_CPU.peak.items() if "float8" not in name}
     found = mlp(tmp_path, 32, 64, 64, 16, profile=replace(FP8_CPU, peak=rates))
     assert found.scaled() == ([], [])
-    assert found.plan.meaning == "as autocast: cpu a CPU with fp8 has no fp8 rate"
+    assert all(name in found.plan.meaning for name in ("autocast", FP8_CPU.name, "fp8"))
     assert f"policy fp8 ({found.plan.meaning})" in str(Report([found.plan]))
 
 
@@ -154,9 +154,9 @@ def test_a_cpu_means_autocast_and_says_so_once(profile: str, caplog: pytest.LogC
     assert lowered(MLP(32, 64, 64, 16), [torch.randn(32, 32)], given).scaled() == ([], [])
     found = evaluated(Attention(), torch.randn(4, 32), {**given, "weights": "cast"})
     assert not scaled(found)
-    assert found.plan.meaning.startswith("as autocast: cpu ")
+    assert "autocast" in found.plan.meaning
     said = [r.message for r in caplog.records if "fp8" in r.message and r.levelname == "WARNING"]
-    assert [text.startswith("policy 'fp8' means 'autocast' here: cpu ") for text in said] == [True]
+    assert ["'fp8'" in text and "'autocast'" in text for text in said] == [True]
 
 
 def test_the_cut_keeps_what_does_not_pay(tmp_path: Path) -> None:
@@ -235,5 +235,5 @@ def test_the_product_before_a_value_is_found_behind_one_addition_however_long_th
 
     x = torch.randn(4, 4)
     graph = make_fx(branching, tracing_mode="fake")(x, x)
-    found = [_product_before(node) is not None for node in output_nodes(graph)]
+    found = [product_before(node) is not None for node in output_nodes(graph)]
     assert found == [True, True, False, False]

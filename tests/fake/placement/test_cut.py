@@ -248,7 +248,7 @@ def test_several_graphs_share_one_limit() -> None:
 
 
 def test_without_halves_what_the_limit_leaves_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tradeoff, "_HALVES", 0)
+    monkeypatch.setattr(tradeoff, "HALVES", 0)
     # both gain as much for their sensitivity: first both are given up, then the small one comes back
     terms = [SensitivityTerm(1.0, LOW, "one"), SensitivityTerm(10.0, LOW, "two")]
     found = within([Priced(Problem({"one": (2, 0), "two": (20, 0)}), terms)], 6.0)

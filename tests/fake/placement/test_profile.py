@@ -23,7 +23,7 @@ from amp_fx.precision.placement.measuring import measure
 from amp_fx.precision.placement.profile import DEVICE_TYPES, DTYPES, FLOAT8, INT8, DeviceProfile, ProfileError
 
 A_PROFILE = DeviceProfile("a name", "cpu", {"float32": 2e11, "bfloat16": 4e11}, 3e10, 5e-6)
-CPUS = {row.name: row for row in tables._CPUS}
+CPUS = {row.name: row for row in tables.CPUS}
 WITHOUT_BF16_INSTRUCTIONS = ("avx512 vnni", "avx512", "avx2 vnni", "avx2", "apple", "arm", "generic")
 
 
@@ -88,7 +88,7 @@ def test_a_wrong_word_or_file_is_answered_with_the_nearest_one(saved: Path) -> N
 
 
 def test_every_row_is_a_valid_profile_for_all_dtypes() -> None:
-    cpus = [tables._cpu_profile(row, threads) for row in tables._CPUS for threads in (1, 64)]
+    cpus = [tables.cpu_profile(row, threads) for row in tables.CPUS for threads in (1, 64)]
     for profile in (*cpus, *(cuda_profile("x", row) for row in (*GPUS, ROCM))):
         assert DeviceProfile.from_dict(json.loads(profile.to_json())) == profile
         assert profile.peak.keys() - {FLOAT8, INT8} == DTYPES.keys()
@@ -103,7 +103,7 @@ def test_every_row_is_a_valid_profile_for_all_dtypes() -> None:
 
 @pytest.mark.parametrize("name", CPUS)
 def test_a_cpu_gains_by_low_precision_if_it_has_instructions_for_bf16(name: str) -> None:
-    peak = tables._cpu_profile(CPUS[name], 4).peak
+    peak = tables.cpu_profile(CPUS[name], 4).peak
     if name in WITHOUT_BF16_INSTRUCTIONS:
         assert peak["bfloat16"] < peak["float32"] > peak["float16"]
     else:
@@ -130,7 +130,7 @@ def test_a_cpu_gains_by_low_precision_if_it_has_instructions_for_bf16(name: str)
     ],
 )
 def test_instruction_flags_choose_the_row(flags: str, name: str) -> None:
-    assert tables._cpu_row(frozenset(flags.split())).name == name
+    assert tables.cpu_row(frozenset(flags.split())).name == name
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def allow() -> Iterator[Callable[[str], None]]:
 def test_less_than_fp32_counts_where_the_user_allows_it(allow: Callable[[str], None]) -> None:
     def peaks(allowed: str) -> dict[str, Mapping[str, float]]:
         allow(allowed)
-        cpus = {name: tables._cpu_profile(row, 1).peak for name, row in CPUS.items()}
+        cpus = {name: tables.cpu_profile(row, 1).peak for name, row in CPUS.items()}
         return {"A100": cuda_profile("x", gpu_row((8, 0))).peak, **cpus}
 
     exact, high, medium = map(peaks, ("highest", "high", "medium"))
@@ -243,19 +243,19 @@ def test_the_library_takes_what_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: None))
     with FakeTensorMode():
         # fake CUDA tensors check their layouts as the library does
-        measuring._scaled_gemm(128, "cuda").run()
+        measuring.scaled_gemm(128, "cuda").run()
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(1_000_000))
-    monkeypatch.setattr(measuring, "_clock", lambda task, device: 1e-1 if next(calls) % 7 else 1e-3)
+    monkeypatch.setattr(measuring, "clock", lambda task, device: 1e-1 if next(calls) % 7 else 1e-3)
     lines: list[str] = []
     measure("cpu", 0.01, lines.append)
     assert lines[-1].startswith("warning: rounds differ 100.0 times, so the machine is busy")
 
 
 def test_nonsense_is_not_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_clock", lambda task, device: 1.0)
+    monkeypatch.setattr(measuring, "clock", lambda task, device: 1.0)
     with pytest.raises(ProfileError, match=r"100\.0 ms"):
         measure("cpu", 0.01)
     path = tmp_path / "here.json"

@@ -305,7 +305,7 @@ def test_a_file_that_holds_no_plan_is_refused(tmp_path: Path, content: bytes, na
 def test_a_file_that_is_missing_or_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"none\.json.*amp_fx\.explain"):
         Options.parse(None, {"plan": str(tmp_path / "none.json")})
-    monkeypatch.setattr("amp_fx.precision.plans.files._MAX_FILE", 10)
+    monkeypatch.setattr("amp_fx.precision.plans.files.MAX_FILE", 10)
     path = tmp_path / "long.json"
     path.write_text("{" + " " * 10 + "}")
     with pytest.raises(PlanError, match=r"long\.json.*10"):

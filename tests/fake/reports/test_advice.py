@@ -50,12 +50,12 @@ def dtypes(found: Rewritten, op: str, module: str) -> set[torch.dtype | None]:
 
 def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
     rows = kinds(rewrite(stack(30), X).plan)["dimensions"]
-    texts = [row.text.partition(";")[0] for row in rows]
-    assert texts == [f"*.{name} linear x3: dimension 30 is no multiple of 8" for name in ("up", "down")]
+    for row, name in zip(rows, ("up", "down"), strict=True):
+        assert all(each in row.text for each in (f"*.{name} linear x3", "30", "8"))
     assert not {"dimensions", "torch.func"} & kinds(rewrite(stack(), torch.randn(5, 16)).plan).keys()
     # of convolutions, channels count
     (row,) = kinds(rewrite(nn.Sequential(nn.Conv1d(8, 12, 3)), torch.randn(2, 8, 9)).plan)["dimensions"]
-    assert ": dimension 12 is no multiple of 8; 16 would run" in row.text
+    assert all(each in row.text for each in ("12", "16"))
 
 
 @torch.library.custom_op("amp_fx_tests::multiplied", mutates_args=())
@@ -69,7 +69,7 @@ multiplied.register_fake(lambda x, weight: x @ weight)
 def test_ops_of_other_libraries_are_named_since_flops_leave_them_out() -> None:
     model = Parts(lambda m, x: multiplied(m.up(x), m.up.weight), up=nn.Linear(16, 16))
     (row,) = kinds(rewrite(model, X).plan)["uncounted"]
-    assert row.text.endswith("not counted: 1 x amp_fx_tests::multiplied in float32")
+    assert row.text.endswith("1 x amp_fx_tests::multiplied in float32")
     rule = {"policy": {"rules": [{"op": "amp_fx_tests::multiplied", "precision": "low"}]}}
     (row,) = kinds(rewrite(model, X, options=rule).plan)["uncounted"]
     assert row.text.endswith("in bfloat16")
@@ -81,7 +81,7 @@ def test_an_fp32_island_goes_low_with_its_remedy() -> None:
     before = rewrite(model, x, device="cuda")
     (row,) = kinds(before.plan)["island"]
     # one cast before it and one behind it, of 512 x 512 x 6 bytes each
-    assert row.text.startswith("softmax.int x1 is fp32 between low neighbours (3.1 MB of casts)")
+    assert all(each in row.text for each in ("softmax.int x1", "3.1 MB"))
     after = rewrite(model, x, device="cuda", options=pasted(str(row)))
     assert dtypes(after, "softmax.int", "") == {torch.bfloat16}
     assert len(after.plan.casts) < len(before.plan.casts)
@@ -93,7 +93,7 @@ def test_layers_too_small_to_gain_go_low_with_their_remedy() -> None:
     before = rewrite(model, X, options=auto)
     assert dtypes(before, "linear", "") == {torch.float32}
     (row,) = kinds(before.plan)["small"]
-    assert row.text.startswith("6 matmuls stay in fp32, faster than with casts (0.up, ...)")
+    assert all(each in row.text for each in ("6 matmuls", "0.up"))
     after = rewrite(model, X, options={**auto, **pasted(str(row))})
     assert dtypes(after, "linear", "") == {torch.bfloat16}
 
@@ -104,7 +104,7 @@ def test_a_weight_beyond_fp16_stays_fp32_with_its_remedy(value: float, shown: st
     weights = dict(model.named_parameters())
     weights["up.weight"].data[0, 0] = value
     (row,) = weight_advice([rewrite(model, X, options=FP16).plan], weights)
-    assert row.text == f"up.weight holds {shown}, beyond fp16's 65504"
+    assert all(each in row.text for each in ("up.weight", shown, "65504"))
     after = rewrite(model, X, options={**FP16, **pasted(str(row))})
     assert dtypes(after, "linear", "up") == {torch.float32}
     assert dtypes(after, "linear", "down") == {torch.float16}
@@ -118,7 +118,7 @@ def test_weights_that_become_zero_are_counted() -> None:
     plan = rewrite(model, X, options=FP16).plan
     others = {"empty": torch.ones(0), "ids": torch.ones(3).long()}
     (row,) = weight_advice([plan], {"up.weight": weight, **others})
-    assert row.text == f"{float((weight.half() == 0).float().mean()):.1%} of up.weight becomes zero in fp16"
+    assert f"{float((weight.half() == 0).float().mean()):.1%} of up.weight" in row.text
 
 
 def test_convolutions_that_are_trained_want_weights_that_are_channels_last() -> None:
@@ -127,7 +127,7 @@ def test_convolutions_that_are_trained_want_weights_that_are_channels_last() -> 
     assert not layout_advice([plan], weights)
     plan.training = True
     # a kernel of one element has no layout
-    assert "not their weights (1, 0.0 MB)" in str(layout_advice([plan], weights)[0])
+    assert "(1, 0.0 MB)" in str(layout_advice([plan], weights)[0])
     laid_out = {name: w.to(memory_format=torch.channels_last) for name, w in weights.items() if w.ndim == 4}
     assert not layout_advice([plan], laid_out)
 
@@ -154,14 +154,14 @@ def test_fallbacks_graph_breaks_and_what_vmap_leaves_are_told() -> None:
     assert "torch.func" not in kinds(rewrite(model, X).plan)
     ruled = {"policy": {"rules": [{"module": "net", "precision": "fp32"}]}}
     (row,) = kinds(rewrite(model, X, options=ruled).plan)["torch.func"]
-    assert row.text.startswith("1 of 2 matmuls are inside vmap or torch.func (net, ...): left as written")
+    assert all(each in row.text for each in ("1 of 2", "net", "vmap"))
 
 
 def test_encoder_layers_that_run_as_one_op_are_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval(), torch.randn(2, 4, 16)
     with torch.no_grad():
         (row,) = kinds(rewrite(model, x).plan)["fused layer"]
-        assert row.text.startswith("1 nn.TransformerEncoderLayer run as one op")
+        assert row.text.startswith("1 nn.TransformerEncoderLayer")
         # as the remedy says, but for this test alone
         monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
         torch._dynamo.reset()

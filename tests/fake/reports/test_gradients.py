@@ -102,4 +102,4 @@ def test_compare_names_parameters_whose_gradient_has_become_zero() -> None:
             UpDown(), torch.randn(4, 8), loss=lambda y: y.square().mean(), options={"profile": "off"}
         )
     assert not found.healthy
-    assert found.verdict == "The gradient of up.weight and of 1 more is zero, and not so in the reference."
+    assert all(each in found.verdict for each in ("up.weight", "1 more", "zero"))

@@ -110,5 +110,5 @@ def test_casts_that_inductor_fuses_are_dashed_and_say_so() -> None:
 
 
 def test_a_closed_module_is_the_redder_the_more_bytes_its_casts_move() -> None:
-    fills = [dot._look(Face([], "", "ink", "keep", False, share))["fillcolor"] for share in (0, 0.25, 1, 2)]
+    fills = [dot.look_of(Face([], "", "ink", "keep", False, share))["fillcolor"] for share in (0, 0.25, 1, 2)]
     assert fills == ["#ffffff", "#eebbc2", "#dc7684", "#dc7684"]

@@ -94,7 +94,7 @@ def test_text_on_boxes_can_be_read(dark: int) -> None:
     pairs = [*((name, f"on-{name}") for name in style.DTYPES)]
     pairs += [(name, "ink") for name in ("plain", "paper", "tinted")]
     colours = [(style.COLOURS[fill][dark], style.COLOURS[ink][dark]) for fill, ink in pairs]
-    colours += [(fill, style._INK_ON_HEAT) for _, fill in style.HEAT]
+    colours += [(fill, style.INK_ON_HEAT) for _, fill in style.HEAT]
     assert all(contrast(fill, ink) > 4.5 for fill, ink in colours)
 
 
@@ -180,7 +180,8 @@ def test_more_bytes_than_under_autocast_have_their_cause_in_every_picture(tmp_pa
         if row.flops:
             why = Reason.of(ReasonKind.CASTS_COST_MORE, low=row.low)
             nodes[at] = replace(row, dtype=torch.float32, reasons=(why,))
-    words = "5.0 % more bytes than torch.autocast moves, because 1 of 3 matmuls"
+    words = drawing(report).more
+    assert re.match(r"5\.0.*\b1 of 3\b", words)
     assert words in " ".join(texts(svg_of(report)))
     assert words in str(report)
     assert words in dot.source(drawing(report)).source
@@ -189,7 +190,7 @@ def test_more_bytes_than_under_autocast_have_their_cause_in_every_picture(tmp_pa
     assert drawing(compared()).more == ""
     row = next(row for row in nodes if row.flops)
     row.computed_by, row.dtype = "products", torch.bfloat16
-    assert "1 of 3 matmuls are attention as two products" in more_bytes(report.plans, 105, 100)
+    assert "1 of 3" in more_bytes(report.plans, 105, 100)
 
 
 def test_many_modules_are_summed_up_and_long_names_lose_their_first_levels() -> None:

@@ -77,19 +77,19 @@ RULED = {"policy": {"rules": [{"module": "head", "precision": "fp32"}]}}
 
 
 def test_layers_too_small_to_gain_are_named_with_the_device_and_how_to_force_them_or_with_the_rule() -> None:
-    why = f"faster than with casts on {builtin('cpu').name} (options={{'profile': 'off'}} forces them)"
-    assert line({"profile": "auto"}) == f"3 matmuls, none in low precision, 0 casts; 3 in fp32: {why}"
+    said = line({"profile": "auto"})
+    assert all(each in said for each in ("3 in fp32", builtin("cpu").name, "{'profile': 'off'}"))
     # and that is the way
     assert line({"profile": "off"}).startswith("3 of 3")
-    assert re.match("2 of 3 matmuls in bf16, .*; 1 in fp32: user rule .*head", line(RULED))
+    assert re.match("2 of 3 .* 1 in fp32.*head", line(RULED))
 
 
 def test_more_bytes_than_under_autocast_have_their_cause() -> None:
     def more(options: dict[str, Any]) -> str:
         return more_bytes([rewrite(net(), torch.randn(4, 16), options=options).plan], 1_050_000, 1_000_000)
 
-    assert re.match("5.0 % more bytes.*3 of 3 matmuls stay in fp32", more({"profile": "auto"}))
-    assert "rules keep 1 of 3 matmuls" in more(RULED)
+    assert re.match(r"5\.0.*3 of 3", more({"profile": "auto"}))
+    assert "1 of 3" in more(RULED)
     assert "because" not in more({})
     for ours, theirs in ((1_000_000, 1_000_000), (900_000, 1_000_000), (None, 1_000_000), (1_000_000, None)):
         assert more_bytes([Plan()], ours, theirs) == ""

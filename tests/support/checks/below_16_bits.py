@@ -177,7 +177,7 @@ def emulating_blocks() -> Iterator[list[fx.GraphModule]]:
             if node.args[2].meta["val"].dtype is torch.float8_e8m0fnu:  # type: ignore[union-attr]  # a node
                 node.target = _multiplied
 
-    with op_by_op(prepare) as graphs, mock.patch.object(level_cost, "_capability", return_value=(10, 0)):
+    with op_by_op(prepare) as graphs, mock.patch.object(level_cost, "capability_of", return_value=(10, 0)):
         yield graphs
 
 

@@ -34,7 +34,7 @@ def current(copies: list[Tensor], originals: list[Tensor]) -> list[bool]:
 
 
 def entry_of(low: WeightCache[list[Tensor]]) -> CacheEntry[list[Tensor]]:
-    [entry] = low._entries.values()
+    [entry] = low.entries.values()
     return entry
 
 
