@@ -13,7 +13,8 @@ from torch import Tensor
 import amp_fx.compiler.rewriting
 import fuzz
 from amp_fx import Plan
-from support.ops.random_programs import DrawnOptions, Input, Program, programs
+from support.ops.random_options import DrawnOptions
+from support.ops.random_programs import Input, Program, programs
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BUDGET = hypothesis.settings(

@@ -6,7 +6,6 @@ Each model is exported once; all tests share that on one worker.
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import re
 import subprocess
@@ -27,7 +26,7 @@ from torch.utils import cpp_extension
 import amp_fx
 from examples import hugging_face
 from support.checks.below_16_bits import FP8_CPU, error_of, exact
-from support.models.small import Beyond, Parts, UpDown
+from support.models.small import Parts, UpDown
 from support.tracing.captured_graphs import rewrite
 
 pytestmark = pytest.mark.xdist_group("export")
@@ -242,112 +241,6 @@ def test_a_package_runs_in_a_program_in_cpp(
     _ran_command(str(runner), *files, *map(str, case.x.shape))
     outputs = torch.frombuffer(bytearray(target.read_bytes()), dtype=torch.float32).view(case.exact.shape)
     assert torch.equal(outputs, elsewhere[f"{name}.aoti"])
-
-
-def _onnx(ep: ExportedProgram, path: Path, **options: Any) -> Path:
-    program = torch.onnx.export(ep, dynamo=True, verbose=False, **options)
-    assert program is not None
-    program.save(str(path))
-    return path
-
-
-def _ran(path: Path, x: Tensor) -> Tensor:
-    """What onnxruntime computes."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
-
-
-@pytest.mark.parametrize("name", ["bert"])
-def test_onnxruntime_runs_a_program_in_fp16(case: Exported, tmp_path: Path) -> None:
-    ep = amp_fx.convert(case.stock, dtype="float16", profile="off")
-    outputs = _ran(_onnx(ep, tmp_path / "model.onnx"), case.x)
-    with torch.no_grad():
-        fp16, fp32 = ep.module()(case.x), case.model(case.x)
-    assert outputs.dtype is torch.float32
-    assert error_of(outputs, case.exact) <= _allowed(error_of(fp16, case.exact))
-    assert error_of(outputs, case.exact) > 10 * error_of(fp32, case.exact), "it really computes in fp16"
-
-
-def _norms() -> Parts:
-    """Every norm between low calls."""
-
-    def call(m: Any, x: Tensor) -> Tensor:
-        x = m.linear(m.convolutions(x).mean((1, 2)))
-        return m.last(m.layer(x) + m.flat(x))
-
-    first, second = nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 8, 3)
-    norms = nn.BatchNorm2d(16), nn.InstanceNorm2d(8, affine=True)
-    convolutions = nn.Sequential(first, norms[0], nn.ReLU(), second, norms[1])
-    others = {"linear": nn.Linear(12, 16), "layer": nn.LayerNorm(16), "flat": nn.BatchNorm1d(16)}
-    return Parts(call, convolutions=convolutions, **others, last=nn.Linear(16, 8))
-
-
-def _check(outputs: Tensor, ep: ExportedProgram, model: nn.Module, x: Tensor) -> None:
-    wide = exact(model, x)
-    with torch.no_grad():
-        assert error_of(outputs, wide) <= _allowed(error_of(ep.module()(x), wide))
-
-
-@pytest.mark.parametrize(
-    "options", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"policy": "int8", "profile": "off"}], ids=str
-)
-def test_a_file_is_written_checked_and_runs_in_openvino_and_onnxruntime(
-    tmp_path: Path, options: Any, caplog: Any
-) -> None:
-    import openvino
-
-    path, model, x = tmp_path / "model.onnx", _norms().eval(), torch.randn(8, 3, 12, 12)
-    with caplog.at_level(logging.INFO, "amp_fx.exporting"):
-        ep = amp_fx.export_onnx(model, (x,), path, **options)
-    # onnxruntime has no kernels for bf16
-    is_run = options.get("dtype") == "float16"
-    assert ("not run" in caplog.text) is not is_run
-    if is_run:
-        _check(_ran(path, x), ep, model, x)
-    # by itself OpenVINO rounds what the file has in fp32
-    run = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    _check(torch.from_numpy(run([x.numpy()])[0]), ep, model, x)
-
-
-def test_onnxruntime_adds_biases_to_products_in_int8(tmp_path: Path) -> None:
-    model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(32, 64) / 64
-    ep = amp_fx.export_onnx(model, (x,), path := tmp_path / "model.onnx", dtype="float16", policy="int8")
-    _check(_ran(path, x), ep, model, x)
-
-
-def test_weights_that_are_held_in_int8_have_no_reduced_range() -> None:
-    model, x = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).eval(), torch.randn(32, 64)
-    amp_fx.store_low(model, (x,), options={"policy": "int8", "profile": "off"})
-    with pytest.raises(amp_fx.OptionsError, match="store_low"):
-        amp_fx.export(model, (x,), policy="int8", int8_range="reduced")
-
-
-def test_a_model_that_overflows_in_fp16_has_a_file_whose_results_are_right(tmp_path: Path) -> None:
-    # or an error would say so
-    amp_fx.export_onnx(Beyond().eval(), (torch.randn(4, 64),), tmp_path / "model.onnx", dtype="float16")
-
-
-def test_a_file_that_computes_otherwise_is_anerror_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = (torch.randn(4, 16),)
-    other = amp_fx.export(nn.Linear(16, 4).eval(), args, dtype="float16")
-    monkeypatch.setattr("amp_fx.exporting.onnx_file.export", lambda *_, **__: other)
-    for fill in (nn.init.ones_, nn.init.zeros_):
-        fill((model := nn.Linear(16, 4, bias=False).eval()).weight)
-        with pytest.raises(amp_fx.ExportError, match="from the model's"):
-            amp_fx.export_onnx(model, args, tmp_path / "model.onnx")
-    with pytest.raises(amp_fx.ExportError, match="no folder"):
-        amp_fx.export_onnx(model, args, tmp_path / "nowhere" / "model.onnx")
-
-
-def test_onnxruntime_says_that_it_has_no_bf16_kernels_on_cpu(tmp_path: Path) -> None:
-    program = amp_fx.export(nn.Linear(8, 8).eval(), (x := torch.randn(2, 8),), profile="off")
-    path = _onnx(program, tmp_path / "m.onnx")
-    with pytest.raises(Exception, match=r"NOT_IMPLEMENTED.*Gemm"):
-        _ran(path, x)
 
 
 # what a program in fp8 stores and computes is in tests/fake/exporting

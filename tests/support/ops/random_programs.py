@@ -6,7 +6,7 @@ import contextlib
 import linecache
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
@@ -17,70 +17,12 @@ from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx.compiler.settings import Options
-from amp_fx.precision.placement.profile import DeviceProfile
 from support.ops.custom_ops import Twice
+from support.ops.random_options import DEFAULTS, DrawnOptions, drawn_options
 from support.tracing.captured_graphs import autocast_in
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 INT64, BOOL, COMPLEX = torch.int64, torch.bool, torch.complex64
-
-# ---- options ----
-
-#: ops that rules are about
-_OPS = (
-    "add", "bmm", "cat", "clone", "einsum", "exp", "gelu", "layer_norm", "linear", "matmul", "mean",
-    "mse_loss", "mul", "relu", "reshape", "softmax", "sum", "tanh", "to", "view", "where",
-)  # fmt: skip
-
-#: rates by which every listed op gains, also where a cast costs more than it saves elsewhere
-_GAINS = DeviceProfile("gains", "cpu", {"float32": 1e6, "bfloat16": 1e9, "float16": 1e9}, 1e12, 1e-12)
-
-#: rates by which some gain and others do not
-_MIXED = DeviceProfile("mixed", "cpu", {"float32": 1e9, "bfloat16": 2e9, "float16": 2e9}, 1e10, 1e-9)
-
-_PROFILES: Mapping[str, Any] = {"off": "off", "auto": "auto", "gains": _GAINS, "mixed": _MIXED}
-
-
-@dataclass(frozen=True)
-class DrawnOptions:
-    low: torch.dtype = torch.bfloat16  # where the program has no autocast of its own
-    base: str = "autocast"
-    rules: tuple[tuple[str, str], ...] = ()  # op and precision
-    profile: str = "off"  # a key of _PROFILES
-    replayed: bool = False  # the program follows the plan that was made of it
-
-    @property
-    def is_autocast(self) -> bool:
-        """True where every op runs in the dtype that autocast has for it."""
-        return self.base == "autocast" and not self.rules and self.profile == "off"
-
-    def options(self, numerics: str) -> Options:
-        """The options as the backend takes them."""
-        rules: list[dict[str, Any]] = [{"op": op, "precision": precision} for op, precision in self.rules]
-        own = {"dtype": self.low, "policy": {"base": self.base, "rules": rules}}
-        given = Options.parse(None, {**own, "numerics": numerics, "strict": True})
-        return replace(given, profile=_PROFILES[self.profile])
-
-
-DEFAULTS = DrawnOptions()
-
-
-def drawn_options() -> st.SearchStrategy[DrawnOptions]:
-    """Options, the defaults as often as not."""
-    rule = st.tuples(st.sampled_from(_OPS), st.sampled_from(["fp32", "low"]))
-    drawn = st.builds(
-        DrawnOptions,
-        low=st.sampled_from([torch.bfloat16, torch.float16]),
-        base=st.sampled_from(["autocast", "fast"]),
-        rules=st.lists(rule, max_size=3).map(tuple),
-        profile=st.sampled_from(list(_PROFILES)),
-        replayed=st.booleans(),
-    )
-    return st.one_of(st.just(DEFAULTS), drawn)
-
-
-# ---- programs ----
 
 #: expressions; a name in braces is a value made before. Dropout that drops nothing gives its input eagerly and a
 #: copy under every backend; ``as_strided`` of a loss reads memory that its terms have left

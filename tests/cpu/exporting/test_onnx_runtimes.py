@@ -1,0 +1,129 @@
+"""ONNX files where they are used: onnxruntime and OpenVINO."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+import amp_fx
+from examples import hugging_face
+from support.checks.below_16_bits import error_of, exact
+from support.models.small import Beyond, Parts
+
+
+def _allowed(error: float) -> float:
+    return 1.1 * error + 1e-3
+
+
+def _onnx(ep: ExportedProgram, path: Path, **options: Any) -> Path:
+    program = torch.onnx.export(ep, dynamo=True, verbose=False, **options)
+    assert program is not None
+    program.save(str(path))
+    return path
+
+
+def _ran(path: Path, x: Tensor) -> Tensor:
+    """What onnxruntime computes."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+def test_onnxruntime_runs_a_program_in_fp16(tmp_path: Path) -> None:
+    net = hugging_face.bert(layers=1, width=256, heads=2, vocab=256, length=32, hidden=1024)
+    model, x = Parts(lambda m, x: m.net(x).logits, net=net).eval(), torch.randint(256, (3, 32))
+    ep = amp_fx.export(model, (x,), dtype="float16", profile="off")
+    outputs = _ran(_onnx(ep, tmp_path / "model.onnx"), x)
+    with torch.no_grad():
+        fp16, fp32, wide = ep.module()(x), model(x), copy.deepcopy(model).double()(x)
+    assert outputs.dtype is torch.float32
+    assert error_of(outputs, wide) <= _allowed(error_of(fp16, wide))
+    assert error_of(outputs, wide) > 10 * error_of(fp32, wide), "it really computes in fp16"
+
+
+def _norms() -> Parts:
+    """Every norm between low calls."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        x = m.linear(m.convolutions(x).mean((1, 2)))
+        return m.last(m.layer(x) + m.flat(x))
+
+    first, second = nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 8, 3)
+    norms = nn.BatchNorm2d(16), nn.InstanceNorm2d(8, affine=True)
+    convolutions = nn.Sequential(first, norms[0], nn.ReLU(), second, norms[1])
+    others = {"linear": nn.Linear(12, 16), "layer": nn.LayerNorm(16), "flat": nn.BatchNorm1d(16)}
+    return Parts(call, convolutions=convolutions, **others, last=nn.Linear(16, 8))
+
+
+def _check(outputs: Tensor, ep: ExportedProgram, model: nn.Module, x: Tensor) -> None:
+    wide = exact(model, x)
+    with torch.no_grad():
+        assert error_of(outputs, wide) <= _allowed(error_of(ep.module()(x), wide))
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"policy": "int8", "profile": "off"}], ids=str
+)
+def test_a_file_is_written_checked_and_runs_in_openvino_and_onnxruntime(
+    tmp_path: Path, options: Any, caplog: Any
+) -> None:
+    import openvino
+
+    path, model, x = tmp_path / "model.onnx", _norms().eval(), torch.randn(8, 3, 12, 12)
+    with caplog.at_level(logging.INFO, "amp_fx.exporting"):
+        ep = amp_fx.export_onnx(model, (x,), path, **options)
+    # onnxruntime has no kernels for bf16
+    is_run = options.get("dtype") == "float16"
+    assert ("not run" in caplog.text) is not is_run
+    if is_run:
+        _check(_ran(path, x), ep, model, x)
+    # by itself OpenVINO rounds what the file has in fp32
+    run = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    _check(torch.from_numpy(run([x.numpy()])[0]), ep, model, x)
+
+
+def test_onnxruntime_adds_biases_to_products_in_int8(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(32, 64) / 64
+    ep = amp_fx.export_onnx(model, (x,), path := tmp_path / "model.onnx", dtype="float16", policy="int8")
+    _check(_ran(path, x), ep, model, x)
+
+
+def test_weights_that_are_held_in_int8_have_no_reduced_range() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).eval(), torch.randn(32, 64)
+    amp_fx.store_low(model, (x,), options={"policy": "int8", "profile": "off"})
+    with pytest.raises(amp_fx.OptionsError, match="store_low"):
+        amp_fx.export(model, (x,), policy="int8", int8_range="reduced")
+
+
+def test_a_model_that_overflows_in_fp16_has_a_file_whose_results_are_right(tmp_path: Path) -> None:
+    # or an error would say so
+    amp_fx.export_onnx(Beyond().eval(), (torch.randn(4, 64),), tmp_path / "model.onnx", dtype="float16")
+
+
+def test_a_file_that_computes_otherwise_is_anerror_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = (torch.randn(4, 16),)
+    other = amp_fx.export(nn.Linear(16, 4).eval(), args, dtype="float16")
+    monkeypatch.setattr("amp_fx.exporting.onnx_file.export", lambda *_, **__: other)
+    for fill in (nn.init.ones_, nn.init.zeros_):
+        fill((model := nn.Linear(16, 4, bias=False).eval()).weight)
+        with pytest.raises(amp_fx.ExportError, match="from the model's"):
+            amp_fx.export_onnx(model, args, tmp_path / "model.onnx")
+    with pytest.raises(amp_fx.ExportError, match="no folder"):
+        amp_fx.export_onnx(model, args, tmp_path / "nowhere" / "model.onnx")
+
+
+def test_onnxruntime_says_that_it_has_no_bf16_kernels_on_cpu(tmp_path: Path) -> None:
+    program = amp_fx.export(nn.Linear(8, 8).eval(), (x := torch.randn(2, 8),), profile="off")
+    path = _onnx(program, tmp_path / "m.onnx")
+    with pytest.raises(Exception, match=r"NOT_IMPLEMENTED.*Gemm"):
+        _ran(path, x)
