@@ -27,6 +27,7 @@ from amp_fx.graphs.keys import LABEL
 from amp_fx.instruments.reports.advice import Advice
 from amp_fx.instruments.reports.report import SUFFIXES
 from amp_fx.precision.plans.plan import Cost, dtype_name
+from support.document_blocks import ROOT
 from support.models.small import Parts
 from support.tracing.captured_graphs import Rewritten, casts_of, rewrite
 
@@ -193,10 +194,15 @@ def test_a_report_is_saved_by_its_suffix(report: Report, tmp_path: Path, suffix:
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_another_suffix_is_refused(report: Report, tmp_path: Path) -> None:
+def test_another_suffix_is_refused_and_the_page_has_those_that_there_are(
+    report: Report, tmp_path: Path
+) -> None:
     valid = ", ".join([*SUFFIXES, ".beside.svg"])
     with pytest.raises(AmpFxError, match=f"{re.escape(valid)}.*'.html'"):
         report.save(tmp_path / "report.htm")
+    page = (ROOT / "docs" / "reading-the-report.md").read_text(encoding="utf-8")
+    for described in (page, Report.save.__doc__ or ""):
+        assert [suffix for suffix in SUFFIXES if suffix not in described] == []
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
