@@ -204,6 +204,9 @@ def test_keywords_the_page_and_the_combinations_have_every_option_and_its_values
     for name, valid in {"numerics": NUMERICS, "weights": WEIGHTS, **LEVEL_OPTIONS}.items():
         assert set(hints[name].__args__) == set(valid)
         assert [value for value in valid if f'"{value}"' not in rows[name]] == []
+    for base, about in {"fp8": "fp8.md", "int8": "quantised.md"}.items():
+        text = (ROOT / "docs" / about).read_text(encoding="utf-8")
+        assert [name for name in levels_of(base) if f"`{name}`" not in text and f'"{name}"' not in text] == []
     for name in rows:
         with pytest.raises(OptionsError, match=name):
             Options.parse(None, {name: object()})

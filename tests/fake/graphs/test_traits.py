@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_fx._torch import OpOverload, convert_op
-from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
+from amp_fx.graphs.fake_runs import is_matmul, known_flops, matmul_flops
 from amp_fx.graphs.traits import OPS, Trait, has_trait, op_row
-from support.ops.op_arguments import overload
+from amp_fx.precision.policy import table
+from support.ops.listed_ops import arguments, overload, run
 from support.tracing.captured_graphs import captured
 
 aten = torch.ops.aten
@@ -66,6 +67,20 @@ def test_one_row_makes_a_matmul_in_captured_graphs_and_by_the_names_inside_vmap(
             node = fx.Graph().call_function(overloads(name)[0])
             assert is_matmul(node)
             assert has_trait(name.partition(".")[0], Trait.MATMUL)
+
+
+def test_the_operations_of_a_listed_matmul_are_counted_and_nobody_counts_those_of_an_uncounted_one() -> None:
+    for name in {*table.rows_of("cpu"), *table.rows_of("cuda")}:
+        # torch has no formula of bilinear
+        if "::" in name or name == "bilinear":
+            continue
+        op = overload(name)
+        if has_trait(op, Trait.MATMUL, Trait.UNCOUNTED_MATMUL):
+            call = arguments(name)
+            with FlopCounterMode(display=False) as counter:
+                result = run(name, call)
+            flops = known_flops(op.__name__, call[0], result) or counter.get_total_flops()
+            assert bool(flops) == has_trait(op, Trait.MATMUL), name
 
 
 #: name -> operation, shapes of its arguments

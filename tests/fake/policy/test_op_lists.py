@@ -84,8 +84,13 @@ def test_the_cuda_classes_are_those_of_the_macros_in_the_torch_header() -> None:
 
 def answer_of_autocast(device: str, name: str, first: torch.dtype, rest: torch.dtype) -> torch.dtype | None:
     """Runs an op under autocast on arguments of these dtypes; slots with a dtype of their own stay fp32."""
-    call = cast(name, listed_ops.arguments(name), repeat(first, rest), row(device, name).own_dtype_slots)
-    return first_dtype(listed_ops.under_autocast(device, name, call))
+    try:
+        call = cast(name, listed_ops.arguments(name), repeat(first, rest), row(device, name).own_dtype_slots)
+        return first_dtype(listed_ops.under_autocast(device, name, call))
+    except Exception as error:
+        raise AssertionError(
+            f"{name} needs BUILDERS of op_arguments.py, or NOT_ASKED of listed_ops.py"
+        ) from error
 
 
 @pytest.mark.parametrize("device", LOW)

@@ -11,10 +11,12 @@ from xml.etree import ElementTree
 import pytest
 
 from amp_fx import AmpFxError
+from amp_fx.precision.policy.levels import LEVELS
 from amp_fx.viz import dot
 from amp_fx.viz.graph import Drawing
 from amp_fx.viz.model import drawing
 from amp_fx.viz.style import CLASSES, COLOURS, DTYPES, Face
+from amp_fx.viz.words import short_dtype
 from support.tracing.handwritten_reports import NASTY, blocks, nasty
 
 needs_dot = pytest.mark.skipif(
@@ -92,6 +94,9 @@ def test_dot_files_need_no_program_pictures_do(tmp_path: Path, monkeypatch: pyte
 def test_borders_tell_classes_apart_and_every_box_names_its_dtype() -> None:
     assert len({(border.dot, border.width) for border in CLASSES.values()}) == len(CLASSES)
     assert len({(border.dashes, border.width) for border in CLASSES.values()}) == len(CLASSES)
+    levels = {str(level.dtype).removeprefix("torch.") for level in LEVELS.values()}
+    assert levels == {*DTYPES}
+    assert max(map(len, map(short_dtype, levels))) < 5
     source = dot.source(drawing(blocks())).source
     boxes = re.findall(r"_n\d+\"? \[label=(.*?) color=.*?fillcolor=\"(#\w+)\"", source)
     assert len(boxes) > 10
