@@ -1,6 +1,6 @@
 """The cost of a placement: one model, one unit (picoseconds), for ``place`` and for reports.
 
-What the model believes about Inductor, checked against its generated code by ``tests/fake/placement/test_cost.py``:
+The model's beliefs about Inductor, which ``tests/fake/placement/test_cost.py`` holds against the bytes Inductor counts:
 
 * A matmul, convolution or attention is a kernel of its own (*external*): it reads its operands from memory
   and writes its result. Everything else *fuses* with what feeds it, unless an external kernel stands between
