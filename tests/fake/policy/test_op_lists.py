@@ -88,9 +88,7 @@ def answer_of_autocast(device: str, name: str, first: torch.dtype, rest: torch.d
         call = cast(name, listed_ops.arguments(name), repeat(first, rest), row(device, name).own_dtype_slots)
         return first_dtype(listed_ops.under_autocast(device, name, call))
     except Exception as error:
-        raise AssertionError(
-            f"{name} needs BUILDERS of op_arguments.py, or NOT_ASKED of listed_ops.py"
-        ) from error
+        raise RuntimeError(f"{name} needs a row of BUILDERS, or of NOT_ASKED: {error!r}") from error
 
 
 @pytest.mark.parametrize("device", LOW)
