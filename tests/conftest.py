@@ -24,7 +24,13 @@ from support.checks.held_memory import Held
 from support.torch_versions import IS_2_11
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # before -m looks
+    for item in items:
+        quick = item.get_closest_marker("quick_rows")
+        if quick and isinstance(item, pytest.Function) and item.callspec.id not in quick.args:
+            item.add_marker(pytest.mark.slow)
     has = {
         "gpu": (torch.cuda.is_available(), "a CUDA device"),
         "bf16": (bf16 := onednn_computes(torch.bfloat16), "a CPU on which oneDNN multiplies in bf16"),

@@ -164,6 +164,7 @@ def test_a_graph_on_a_cpu_alone_asks_for_no_cuda_graphs_unless_it_is_said_who_ca
     assert [config["triton.cudagraphs"] for _, config, _ in asked] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_step_may_be_called_from_cpp() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)), torch.randn(8, 64)
     found = []

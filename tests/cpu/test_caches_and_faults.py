@@ -77,6 +77,7 @@ def test_a_fallback_takes_no_kernels_that_stock_torch_compile_has_left_in_a_cach
     assert found == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
+@pytest.mark.quick_rows("stored low")
 @pytest.mark.parametrize("how", ["bf16", "int8", "stored low", "convolutions"])
 def test_what_is_packed_is_compiled_once_for_all_processes(how: str) -> None:
     layers: tuple[nn.Module, ...] = nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)  # sizes of this test
@@ -211,6 +212,7 @@ attempt()
 """
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_a_blocked_cache_and_a_full_disk_are_named(tmp_path: Path) -> None:
     pytest.importorskip("resource")
     cache = str(tmp_path / "cache")
@@ -233,6 +235,7 @@ def resident() -> int:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc, as on Linux")
 
 
+@pytest.mark.slow
 @needs_proc
 def test_100_recompiles_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4)
@@ -259,6 +262,7 @@ def test_100_recompiles_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(graph() is not None for graph in made) <= 2
 
 
+@pytest.mark.slow
 @needs_proc
 def test_10_000_inference_calls_do_not_grow_the_process() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 8)

@@ -42,6 +42,7 @@ def rows(found: Comparison) -> dict[str, amp_fx.ModuleError]:
 # --- the verdict ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [pytest.param(name, marks=() if name == "large" else pytest.mark.slow) for name in SPOILED]
 )
@@ -58,6 +59,7 @@ def test_the_module_that_spoils_a_compiled_program_is_named(program: str) -> Non
     assert found.disturbance < 0.1 * found.result_error
 
 
+@pytest.mark.quick_rows("large")
 @pytest.mark.parametrize("program", SPOILED)
 def test_in_training_it_is_named_and_the_remedy_mends_it(program: str, without_inductor: None) -> None:
     make, culprit, size, options = SPOILED[program]
@@ -72,6 +74,7 @@ def test_in_training_it_is_named_and_the_remedy_mends_it(program: str, without_i
     assert mended.result_error < 0.2 * found.result_error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_is_wrong_of_a_healthy_llama(is_compiled: bool, request: pytest.FixtureRequest) -> None:
     if not is_compiled:
@@ -220,6 +223,7 @@ def test_a_graph_break_starts_a_new_part(without_inductor: None) -> None:
     assert all(rows(found)[name].gradient_error for name in ("a", "a.up", "b", "b.norm"))
 
 
+@pytest.mark.slow
 def test_every_call_on_request(without_inductor: None) -> None:
     found = compared(Net(), torch.randn(6, 16), calls=True)
     calls = {(row.op, row.module) for row in found.calls}
@@ -230,6 +234,7 @@ def test_every_call_on_request(without_inductor: None) -> None:
 # --- references ---
 
 
+@pytest.mark.quick_rows("autocast")
 @pytest.mark.parametrize("against", ["autocast", OFF], ids=["autocast", "options"])
 def test_a_run_is_close_to_others_that_round_alike(against: Any, without_inductor: None) -> None:
     model, x = Net(), torch.randn(64, 16)
@@ -339,6 +344,7 @@ def test_text_json_and_picture(without_inductor: None, tmp_path: Path) -> None:
     assert re.search(r"error \de-0\d", found.save(tmp_path / "found.dot").read_text())
 
 
+@pytest.mark.slow
 def test_it_holds_at_most_half_as_much_again_as_a_training_step_in_fp32(without_inductor: None) -> None:
     model, batch = GPT(layers=2, width=128, heads=4, length=128), tokens(0, 8, 128)
     compared(model, *batch, loss=None)

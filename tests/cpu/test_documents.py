@@ -55,6 +55,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         yield
 
 
+@pytest.mark.quick_rows("README.md", "index.md")
 @pytest.mark.parametrize("page", [pytest.param(p, id=p.name, marks=MARKS.get(p.name, [])) for p in PAGES])
 def test_every_python_block_runs(page: Path) -> None:
     namespace = SETUPS[page.name]()
@@ -117,6 +118,7 @@ def test_the_notebook_has_ten_cells_with_outputs() -> None:
     assert any("<svg" in "".join(output.get("data", {}).get("text/html", "")) for output in outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("op_by_op")
 def test_the_code_of_the_notebook_runs_and_calibration_brings_the_loss_back(tmp_path: Path) -> None:
     # a file, so that Dynamo and the report find its lines

@@ -23,6 +23,7 @@ def one_by_one(model: Mixture, x: Tensor, ends: list[int]) -> Tensor:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "dtype"), [({}, torch.bfloat16), (RULE, torch.float32)], ids=["low", "fp32"]
 )

@@ -97,6 +97,7 @@ def decoder(between: Callable[[Tensor], Tensor]) -> nn.Module:
     return Parts(call, first=convs[0], middle=convs[1], last=convs[2])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_2_13, reason="a fault of torch 2.13")
 def test_stock_loses_gradients_in_front_of_an_interpolation() -> None:
     found = compiled_errors(
@@ -105,6 +106,7 @@ def test_stock_loses_gradients_in_front_of_an_interpolation() -> None:
     assert wrong(found) == {"first.weight", "first.bias"}
 
 
+@pytest.mark.quick_rows("nearest")
 @pytest.mark.parametrize(
     "between",
     [
@@ -178,6 +180,7 @@ def test_stock_has_wrong_gradients_of_these_calls() -> None:
     )
 
 
+@pytest.mark.slow
 def test_these_calls_have_right_values_and_gradients() -> None:
     with amp_fx.record() as recorded:
         found = compiled_errors(Calls(CALLS | RIGHT), backend="amp_fx")
@@ -225,6 +228,7 @@ def test_stock_writes_over_a_sparse_gradient() -> None:
     assert wrong(compiled_errors(model, ids, backend="inductor")) == {"first.weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "float16", "scaler": "tables", "profile": "off"}], ids=["", "scaled"]
 )
@@ -254,6 +258,7 @@ def test_every_row_is_of_a_supported_version_and_is_undone() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_next_number_of_16_bits_is_another_number(dtype: torch.dtype) -> None:
     def program(x: Tensor, far: Tensor) -> tuple[Tensor, ...]:

@@ -90,6 +90,7 @@ def planned(run: Callable[..., Any], *args: Tensor) -> dict[str, str]:
     return {row.module_path: str((ways[row.module_path] or [row.dtype])[0]) for row in rows}
 
 
+@pytest.mark.slow
 def test_results_are_as_near_to_fp64_as_8_bits_let_them_and_follow_weights_and_sizes(
     model: Any, ids: Tensor, run: Callable[..., Tensor]
 ) -> None:
@@ -289,6 +290,7 @@ def test_an_exported_program_multiplies_integers_without_amp_fx(int8_range: str)
         assert wrong(program.module()(x), model, x) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("op_by_op")
 def test_what_explain_reports_is_counted_and_followed(model: Any, ids: Tensor, run: Any) -> None:
     report = amp_fx.explain(model, ids, options={**OPTIONS, "weights": "cache"})

@@ -26,6 +26,7 @@ from support.models.small import Parts
 from support.tracing.captured_graphs import op_by_op, without_inductor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "by_row", "whole"),
     [
@@ -76,6 +77,7 @@ def test_one_graph_takes_any_number_of_tokens(tmp_path: Path, level: str) -> Non
 
 
 #: rowwise_gw_hp has the arithmetic of rowwise, and zeros in blocks are test_scaled.py's
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
 def test_zeros_stay_zeros_and_neither_magnitude_nor_what_is_not_finite_is_lost(
     tmp_path: Path, level: str
@@ -191,6 +193,7 @@ def net() -> Any:
 IN_FP8, FACTORS = 32 * 64 + 3 * 64 * 64, 4 * 4 * 64
 
 
+@pytest.mark.quick_rows("auto-inference_mode")
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize(
     ("weights", "mode"), [("cache", torch.no_grad), ("auto", torch.inference_mode), ("freeze", torch.no_grad)]
@@ -219,6 +222,7 @@ def test_copies_of_weights_take_half_of_what_they_take_in_bf16_and_follow_their_
         assert held.bytes() == IN_FP8 + FACTORS + 2 * (4 * 64 + 16 + 16 * 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_public_architectures_are_as_near_to_fp32_as_e4m3_lets_them(name: str, tmp_path: Path) -> None:
     case = zoo.make(name)

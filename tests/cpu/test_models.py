@@ -55,6 +55,7 @@ def _run(case: zoo.Case, arm: Arm, mode: Any) -> Run:
     return run(case, arm, mode)[0]
 
 
+@pytest.mark.quick_rows("mlp", "gpt2-op by op", "resnet-op by op", "decoder-op by op", "waveform-op by op")
 @_models(zoo.CASES)
 def test_training_keeps_dtypes_reaches_every_parameter_and_is_as_accurate_as_autocast(
     name: str, generate: bool
@@ -72,6 +73,7 @@ def test_training_keeps_dtypes_reaches_every_parameter_and_is_as_accurate_as_aut
     assert ours.error("gradients", exact) > _explained_by_fp32(fp32.error("gradients", exact))
 
 
+@pytest.mark.quick_rows("mlp", "gpt2-op by op", "conv_net-op by op", "pyramid-op by op")
 @_models(IN_INFERENCE)
 @pytest.mark.usefixtures("generate")
 def test_inference_keeps_dtypes_and_values_and_is_as_accurate_as_autocast(name: str) -> None:
@@ -86,6 +88,7 @@ def test_inference_keeps_dtypes_and_values_and_is_as_accurate_as_autocast(name: 
     torch.testing.assert_close(ours.buffers, fp32.buffers, rtol=0, atol=0)
 
 
+@pytest.mark.quick_rows("mlp")
 @_models(["conv_net", "gpt2", "mlp"])
 @pytest.mark.usefixtures("generate")
 def test_inference_mode_gives_what_no_grad_gives(name: str) -> None:
@@ -95,6 +98,7 @@ def test_inference_mode_gives_what_no_grad_gives(name: str) -> None:
     torch.testing.assert_close(ours.outputs, _run(case, AMP_FX, torch.no_grad).outputs, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_training_with_dropout_drops_as_often_as_eager_does() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Dropout(0.25))
     outputs = torch.compile(model, backend="amp_fx")(torch.randn(64, 64))

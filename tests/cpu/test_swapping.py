@@ -96,6 +96,7 @@ def double(model: nn.Module) -> None:
             parameter.mul_(2.0)
 
 
+@pytest.mark.quick_rows("by default", "frozen")
 def test_two_models_exchange_their_parameters_and_change_them_back(used: Used) -> None:
     assert [p for p in used.model.parameters() if weakref.getweakrefs(p)] == []
     used.model.zero_grad()

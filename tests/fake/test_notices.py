@@ -23,7 +23,7 @@ from amp_fx._torch import dynamo as hooks
 from amp_fx.compiler import notices
 from amp_fx.instruments.reports import explaining
 from amp_fx.precision.placement.profile import DeviceProfile
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from support.models.small import Recurrent
 from support.torch_versions import UP_TO_2_13, UP_TO_2_14
 
@@ -156,6 +156,7 @@ with torch.inference_mode():
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_a_graph_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", DISABLED], capture_output=True, text=True, check=True)
     assert done.stderr.count("the process ends, but no graph has reached amp_fx") == 1
@@ -237,9 +238,9 @@ def test_it_is_told_where_autocast_is_off_around_what_is_lowered(
             torch.inference_mode,
             (1e12, 1.0e12, 1.1e12),
             1e-6,
-            Kind.LEVEL_DEARER.sentence.format(policy="int8"),
+            ReasonKind.LEVEL_DEARER.sentence.format(policy="int8"),
         ),
-        (torch.no_grad, (1e12, 1.0e12, 1.1e12), 1e-6, Kind.LEVEL_DEARER.sentence.format(policy="int8")),
+        (torch.no_grad, (1e12, 1.0e12, 1.1e12), 1e-6, ReasonKind.LEVEL_DEARER.sentence.format(policy="int8")),
         (torch.no_grad, (1e9, 1.1e9, 1.2e9), 1e-3, "slow"),
     ],
 )

@@ -30,6 +30,7 @@ def run(model: Any, *args: Any, **options: Any) -> Any:
     return torch.compile(model, backend="amp_fx", options={**OFF, **options})(*(args or (X,)))
 
 
+@pytest.mark.quick_rows("disabled", "recurrent", "in_context")
 @pytest.mark.parametrize("part", LEFT)
 def test_it_is_told_once_with_what_lowers_it(part: str, caplog: pytest.LogCaptureFixture) -> None:
     # as in a process in which something else was compiled
@@ -42,6 +43,7 @@ def test_it_is_told_once_with_what_lowers_it(part: str, caplog: pytest.LogCaptur
     assert "amp_fx.compile(model, outside='autocast')" in text
 
 
+@pytest.mark.quick_rows("broken")
 @pytest.mark.parametrize("part", COMPILED)
 def test_breaks_on_both_sides_of_which_all_is_compiled_are_not_told(part: str, caplog: Any) -> None:
     for _ in range(2):

@@ -57,6 +57,7 @@ def test_a_run_in_each_arm_learns() -> None:
         assert loss == pytest.approx(losses["fp32"], rel=0.05), arm
 
 
+@pytest.mark.slow
 def test_an_arm_is_measured_in_its_own_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.jsonl"
     # it is not compiled, so that the test takes seconds
@@ -99,6 +100,7 @@ def test_held_out_digits_are_read_by_measured_scales() -> None:
 
 
 # theirs
+@pytest.mark.quick_rows("openvino", "x86_int8")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",

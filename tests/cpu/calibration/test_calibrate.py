@@ -301,6 +301,7 @@ def measure(model: nn.Module, batches: int = 1) -> None:
     amp_fx.calibrate(model, [tokens(0, 8, 128)] * batches, profile="off")
 
 
+@pytest.mark.slow
 def test_a_calibration_holds_five_times_what_a_training_step_does(model: nn.Module) -> None:
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     measure(model)
@@ -310,6 +311,7 @@ def test_a_calibration_holds_five_times_what_a_training_step_does(model: nn.Modu
     assert ours <= 5.4 * theirs
 
 
+@pytest.mark.slow
 def test_a_batch_multiplies_at_most_as_much_as_seven_training_steps() -> None:
     model = GPT(layers=1, width=64, length=128)
 

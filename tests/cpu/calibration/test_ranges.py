@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx import CalibratedPlan, Calibration
 from amp_fx.instruments.calibration.ranges import Ranges, fitted, requantised
-from amp_fx.precision.plans.label import Kind
+from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.sensitivity import INPUT, MEASURED
 from support.models.calibrated import PROFILE, calibrated, compiled, images, wrong
 from support.models.small import Parts
@@ -207,6 +207,7 @@ def test_a_single_row_has_no_measured_scales() -> None:
     assert not any(row.scales for row in plan.nodes)
 
 
+@pytest.mark.quick_rows("freeze-None")
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize(
     ("weights", "dynamic"),
@@ -251,12 +252,12 @@ def test_products_by_measured_scales_are_rounded_to_fp16_where_that_is_the_low_d
 
 @pytest.mark.usefixtures("without_inductor")
 def test_a_report_says_why_a_convolution_stays_low(model: Any, plan: CalibratedPlan) -> None:
-    def why(**options: Any) -> set[Kind]:
+    def why(**options: Any) -> set[ReasonKind]:
         torch._dynamo.reset()
         with torch.inference_mode():
             [plan] = amp_fx.explain(model, images(), options=options).plans
         return {reason.kind for row in plan.nodes if row.op == "conv2d" for reason in row.reasons}
 
-    assert Kind.NO_SCALE in why(policy="int8", profile="off")
-    assert Kind.LEVEL_PLANNED in why(plan=plan)
-    assert Kind.NO_COPY in why(plan=plan, weights="cast")
+    assert ReasonKind.NO_SCALE in why(policy="int8", profile="off")
+    assert ReasonKind.LEVEL_PLANNED in why(plan=plan)
+    assert ReasonKind.NO_COPY in why(plan=plan, weights="cast")

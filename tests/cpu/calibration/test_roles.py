@@ -131,6 +131,7 @@ def errors_of_one(
     monkeypatch.undo()
 
 
+@pytest.mark.quick_rows("tensorwise")
 @pytest.mark.parametrize("name", levels_of("fp8"))
 def test_sensitivity_of_a_matmul_is_that_of_fp8_in_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = train(GPT(), tokens, 20), tokens(0)
@@ -260,6 +261,7 @@ def cal() -> Calibration:
 LARGER = itertools.product((gpt_256, llama_256), ("rowwise", "tensorwise"), (10,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "level", "least"),
     [(small_gpt, "rowwise", 1), *(pytest.param(*row, marks=pytest.mark.slow) for row in LARGER)],

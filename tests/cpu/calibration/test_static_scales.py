@@ -101,6 +101,7 @@ def test_onnxruntime_multiplies_linears_in_integers(shape: tuple[int, ...], tmp_
     assert measured == sum(kind in ("QGemm", "MatMulIntegerToFloat") for kind in kinds) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("code")
 def test_values_in_fp16_are_rounded_where_onednn_does_not_multiply_bytes(monkeypatch: Any) -> None:
     monkeypatch.setattr("amp_fx.compiler.compiling.multiplies_int8", lambda: False)

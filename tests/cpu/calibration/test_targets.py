@@ -94,6 +94,7 @@ def gpt() -> tuple[nn.Module, Calibration]:
     return model, amp_fx.calibrate(model, tokens(0), target="cuda:h100")
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_target_is_replayed_there_and_its_sensitivity_serves_explain(
     gpt: tuple[nn.Module, Calibration], tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def indexing(m: Any, x: Tensor) -> Tensor:
     return m.head(y[..., 2:, :] * torch.tensor(1.5)).square().mean() + y[:, 1].mean()
 
 
+@pytest.mark.slow
 def test_programs_that_index_and_unpack_are_planned_for_a_target() -> None:
     parts = {"qkv": nn.Linear(32, 96), "norm": nn.BatchNorm1d(8), "head": nn.Linear(32, 8)}
     model, x = Parts(indexing, **parts), torch.randn(4, 8, 32)
@@ -140,6 +142,7 @@ def test_a_graph_with_other_calls_on_the_target_is_refused() -> None:
         amp_fx.calibrate(model, torch.randn(4, 16), target="cuda:h100")
 
 
+@pytest.mark.slow
 def test_the_process_of_a_target_ends_with_what_uses_it() -> None:
     process = TargetProcess("cuda:h100")
     system = process.child
@@ -176,6 +179,7 @@ def wide(plan: Plan) -> set[str]:
     return {row.name for row in plan.nodes if row.is_because(ReasonKind.WIDE_RESULT)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("op_by_op")
 def test_a_budget_buys_results_in_fp32_where_they_are_cheap(gpt: Any, tmp_path: Path) -> None:
     (model, cal), batch = gpt, tokens(0)

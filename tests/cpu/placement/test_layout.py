@@ -57,6 +57,7 @@ def test_gradients_lie_as_their_parameters_and_autograd_copies_none(layout: torc
     assert not [name for name, caller in calls if "AccumulateGrad" in caller and "copy" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["cast", "auto"])
 def test_without_gradients_weights_are_laid_out_by_the_same_call(weights: str) -> None:
     model, image = net().eval(), torch.randn(2, 64, 8, 8)

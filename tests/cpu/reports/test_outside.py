@@ -29,6 +29,7 @@ def flops_in_graphs(report: Report) -> int:
     return sum(row.flops for plan in report.plans for row in plan.nodes)
 
 
+@pytest.mark.quick_rows("disabled", "recurrent")
 @pytest.mark.parametrize("part", ["disabled", "recurrent", "gated", "loop", "rows"])
 def test_matmuls_that_run_eagerly_are_counted_and_are_part_of_the_shares(part: str) -> None:
     report = explained(Between(part), X)
@@ -137,6 +138,7 @@ def test_eager_experts_are_lowered_as_by_autocast_where_that_is_asked_for_and_el
     assert errors[None]["experts.down_proj"] < 0.9
 
 
+@pytest.mark.slow
 def test_the_report_of_eager_experts_has_their_share() -> None:
     model, args = mixture()
     in_linears = 2 * 3 * 2 * 48 * 32 * 32 - 2 * 48 * 32 * 32

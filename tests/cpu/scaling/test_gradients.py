@@ -154,6 +154,7 @@ def test_the_scale_may_change_at_every_step_without_another_compile() -> None:
     assert loop.scaler.get_scale() == 128.0 * 2**4
 
 
+@pytest.mark.slow
 def test_caches_hit_and_know_the_names_of_parameters() -> None:
     for _ in range(2):
         counters.clear()
@@ -233,6 +234,7 @@ def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
         assert loop.end() is (factor == 1.0)
 
 
+@pytest.mark.slow
 def test_sparse_gradients_of_tables_in_the_graph_are_true_to_scale() -> None:
     # compiled: op by op, sparse tensors can be divided
     table, bag = nn.Embedding(10, 8, sparse=True), nn.EmbeddingBag(10, 8, sparse=True, mode="sum")

@@ -100,6 +100,7 @@ def test_an_unknown_target_is_wrong_usage(capsys: pytest.CaptureFixture[str]) ->
 OF_PLAIN = {"naive_attention": 1.04, "gpt2": 1.08, "bert": 1.09, "resnet": 1.11}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_ones(OF_PLAIN, "naive_attention"))
 def test_a_step_takes_fewer_kernels_and_bytes_than_with_torchs_scaler(name: str) -> None:
     arms = ("autocast_scaler", "amp_fx_fp16", "amp_fx_scaler")
@@ -149,6 +150,7 @@ def charged(model: nn.Module, x: Tensor) -> int:
     return sum(cost.cast_kernel(node, torch.bfloat16) for node in read if cost.is_stored(node))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_casts_of_inputs_cost_what_is_charged_for_them(name: str) -> None:
     run, sizes = PROGRAMS[name]
@@ -191,6 +193,7 @@ def training(name: str) -> tuple[list[TracedGraph], Facts]:
 
 
 # the other arms are put together from these
+@pytest.mark.quick_rows("bf16-transformer_layer")
 @pytest.mark.parametrize("name", quick_ones(zoo.CASES, "transformer_layer"))
 @pytest.mark.parametrize("arm", quick_ones(TRAINING, "bf16", "fast fp16"))
 def test_training_compiles_and_is_never_above_autocast(name: str, arm: str) -> None:

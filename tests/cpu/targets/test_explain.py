@@ -147,6 +147,7 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_ones(LANGUAGE_MODELS, "Llama"))
 def test_a_language_model_with_its_default_cache_is_explained(name: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -225,6 +226,7 @@ def test_one_process_has_one_target_which_is_known_before_anything_is_started() 
     assert not torch.cuda.is_available()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_says_what_it_wrote_last() -> None:
     message = "ended with code 3: what C\\+\\+ wrote"
     with contextlib.closing(TargetProcess("cuda:h100")) as dying, pytest.raises(TargetError, match=message):

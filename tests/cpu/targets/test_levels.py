@@ -80,6 +80,7 @@ def target_of(recipe: str) -> str:
     return "cuda:b200" if recipe == "mxfp8" else "cuda:h100"
 
 
+@pytest.mark.slow
 @RECIPES
 def test_blocks_keep_less_than_in_bf16_and_weight_gradients_leave_in_fp32(recipe: str, blocks: Any) -> None:
     target, (forward, moved) = target_of(recipe), BOUNDS[recipe]
@@ -166,6 +167,7 @@ SERVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", SERVED)
 def test_without_gradients_weights_are_read_in_half_of_their_bytes(tokens: int) -> None:
     graphs = served(tokens)
@@ -177,6 +179,7 @@ def test_without_gradients_weights_are_read_in_half_of_their_bytes(tokens: int) 
         assert fp8.counts.kernels <= low.counts.kernels + kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=SLOW)])
 @pytest.mark.parametrize("weights", ["cast", "cache"])
 def test_code_without_gradients_calls_the_library_as_it_wants(recipe: str, weights: str) -> None:

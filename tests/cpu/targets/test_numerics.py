@@ -203,6 +203,7 @@ def step_errors(name: str, arm: str) -> tuple[float, float]:
 BOUND = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_ones(TRAINED, "mlp"))
 def test_a_step_is_as_exact_as_autocasts(name: str) -> None:
     for arm in filter(lambda arm: "amp_fx" in arm, TRAINED[name]):

@@ -94,6 +94,7 @@ def test_weight_gradients_leave_matmuls_in_fp32_and_only_inputs_are_cast(head: l
     assert set(found.casts) == {"input"}
 
 
+@pytest.mark.slow
 def test_gradients_on_a_residual_stream_are_narrowed_where_they_are_added() -> None:
     # large enough for kernels that reduce a norm's gradient by rows and by columns at once
     tokens, config = torch.randint(64, (8, 1024)), GPTConfig(64, context=1024, layers=1, heads=12, width=768)
@@ -136,6 +137,7 @@ def test_the_forward_multiplies_low_operands_and_returns_fp32_with_and_without_g
         assert wide_calls(logits(), ruled(result="fp32")) == [1]
 
 
+@pytest.mark.slow
 def test_a_result_in_fp32_moves_more_than_a_rounded_one_and_less_than_an_fp32_product() -> None:
     graphs = logits()
     low, wide, fp32 = (facts(graphs, given) for given in (ruled(), ruled(result="fp32"), ruled("fp32")))
@@ -146,6 +148,7 @@ def test_a_result_in_fp32_moves_more_than_a_rounded_one_and_less_than_an_fp32_pr
     assert "activation" not in wide.casts
 
 
+@pytest.mark.slow
 def test_what_a_kernel_reads_of_what_it_has_written_was_written_by_all_threads() -> None:
     # a row of this width is read in loops: the first writes the sum in fp32, the next reads it and writes bf16
     def program(m: Any, tokens: Tensor) -> Tensor:

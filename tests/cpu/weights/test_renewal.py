@@ -14,6 +14,7 @@ from support.torch_versions import fails_in
 triton = pytest.importorskip("triton", reason="needs Triton, which builds of torch for GPUs bring")
 
 
+@pytest.mark.slow
 @fails_in("2.11", fault="its Triton 3.6 interprets no loop with NumPy 2.4")
 def test_on_a_gpu_copies_follow_their_weights_and_writes_are_seen_as_on_a_cpu() -> None:
     program = Path(__file__).parents[2] / "support" / "programs" / "renewed_copies.py"

@@ -72,6 +72,7 @@ def test_weights_serve_batches_of_any_size(name: str, options: str, form: str) -
     check(name, *OPTIONS[options], form)
 
 
+@pytest.mark.quick_rows("tied", "cached keys")
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("name", SIZED)
 def test_packed_weights_serve_batches_of_any_size(name: str) -> None:

@@ -28,6 +28,7 @@ def run(model: nn.Module, x: Tensor, mode: Callable[[], Any], options: dict[str,
         return torch.compile(model, backend="amp_fx", options=options)(x).clone()
 
 
+@pytest.mark.quick_rows("cast")
 @pytest.mark.parametrize(
     ("mode", "dtype", "weights"),
     [

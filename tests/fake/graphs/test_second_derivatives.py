@@ -99,6 +99,7 @@ TAKEN: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
 }
 
 
+@pytest.mark.quick_rows("wgan-grad", "forces-backward", "sobolev-grad", "checkpointed-backward")
 @pytest.mark.parametrize("taken", TAKEN)
 @pytest.mark.parametrize("loss", OUTSIDE)
 def test_outside_of_a_compiled_model_a_second_derivative_is_an_error(loss: Call, taken: str) -> None:

@@ -204,6 +204,7 @@ def moved(update: bool, policy: str | None) -> int:
     return counter.total.bytes_moved
 
 
+@pytest.mark.quick_rows("update-autocast")
 @pytest.mark.parametrize("policy", ["autocast", "fast"])
 @pytest.mark.parametrize("update", [False, True], ids=["gradients", "update"])
 def test_a_step_in_one_graph_moves_at_most_what_stock_moves(update: bool, policy: str) -> None:

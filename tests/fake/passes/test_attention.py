@@ -240,6 +240,7 @@ def test_a_plan_says_how_scores_are_computed() -> None:
     assert sum(node.target in PRODUCTS for node in graph.graph.nodes) == 2
 
 
+@pytest.mark.quick_rows("(3, 1, 1, 40)-heads", "None-batch", "(40, 40)-all")
 @pytest.mark.parametrize(
     ("at_once", "bmm"),
     [(40 * 40 * 2, 2 * 6), (40 * 40 * 4, 2 * 3), (10**6, 2)],

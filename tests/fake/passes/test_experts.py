@@ -241,6 +241,7 @@ def arm(model: nn.Module, compiled: Callable[..., Any]) -> list[Tensor]:
     return [value for value in found if value.any()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_ones(MIXTURES, "Mixtral", "GptOss"))
 def test_experts_of_transformers_have_one_accuracy_and_share_in_every_implementation(name: str) -> None:
     transformers = pytest.importorskip("transformers")

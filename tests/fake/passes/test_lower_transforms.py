@@ -119,6 +119,7 @@ def low_share(graphs: list[fx.GraphModule]) -> float:
     return flops[True] / sum(flops.values())
 
 
+@pytest.mark.quick_rows("per_sample", "ensemble", "pulled_back_ones")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_have_autocasts_error_and_all_flops_are_low(program: Program) -> None:

@@ -72,6 +72,7 @@ def test_a_linear_that_ends_in_a_residual_sum_is_not_the_last_of_a_model(tmp_pat
     assert below(found.plan) == [True, True]
 
 
+@pytest.mark.quick_rows("the last")
 @pytest.mark.parametrize(
     ("sizes", "tokens", "forward", "backward"),
     [

@@ -118,6 +118,7 @@ def test_any_choice_is_followed_to_the_letter(made: Plan, linears: Sequence[Sequ
     assert all(row.is_because(ReasonKind.PLANNED_LOW) for row in found.plan.nodes if row.flops)
 
 
+@pytest.mark.slow
 def test_a_plan_with_nothing_below_runs_nothing_there_under_policy_fp8(made: Plan, tmp_path: Path) -> None:
     given = options(tmp_path, "rowwise")
     assert mlp({**given, "plan": edited(made, (), (), (), ())}).counts() == (0, 0)
@@ -213,6 +214,7 @@ def test_calls_inside_a_checkpoint_are_chosen_and_followed_as_others_are(tmp_pat
     assert again.counts() == first.counts()
 
 
+@pytest.mark.quick_rows("autocast")
 @pytest.mark.parametrize("policy", ["autocast", "fp8"])
 def test_evaluation_by_a_plan_of_training_and_vice_versa(made: Plan, policy: str, tmp_path: Path) -> None:
     given = {"policy": policy, "profile": options(tmp_path)["profile"]}
@@ -232,6 +234,7 @@ def cal() -> amp_fx.Calibration:
     return amp_fx.calibrate(MLP(*SIZES), torch.randn(32, 32), policy="fp8", fp8="tensorwise", profile=FP8_CPU)
 
 
+@pytest.mark.slow
 def test_a_policy_with_sensitivity_runs_below_what_the_plan_of_the_same_budget_does(
     cal: amp_fx.Calibration, tmp_path: Path
 ) -> None:

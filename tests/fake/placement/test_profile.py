@@ -202,6 +202,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.quick_rows("False")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("takes_fp8", [False, True])
 def test_measuring_fills_every_field(takes_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +271,7 @@ def test_a_device_that_is_not_there_is_planned_for_but_not_measured(monkeypatch:
     assert re.search("CUDA.*'cpu'", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_the_command_writes_a_file_that_the_option_reads_or_prints_json_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -91,6 +91,7 @@ def answer_of_autocast(device: str, name: str, first: torch.dtype, rest: torch.d
         raise RuntimeError(f"{name} needs a row of BUILDERS, or of NOT_ASKED: {error!r}") from error
 
 
+@pytest.mark.quick_rows("cpu")
 @pytest.mark.parametrize("device", LOW)
 def test_autocast_itself_gives_the_dtypes_that_the_class_of_the_op_says(device: str) -> None:
     for name in [

@@ -120,6 +120,7 @@ def test_the_log_names_rule_graph_and_the_nearest_module(caplog: pytest.LogCaptu
     assert record.levelno == logging.INFO
 
 
+@pytest.mark.slow
 def test_reports_and_the_log_of_an_export_name_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     report = amp_fx.explain(net(breaks=True), torch.randn(2, 8), options=TWO)
     assert '{"module": "decoder", "precision": "fp32"}' in str(report)

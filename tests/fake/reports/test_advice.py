@@ -141,6 +141,7 @@ def test_training_in_fp16_wants_a_scaler() -> None:
     assert scaling_advice([rewrite(stack(), X).plan]) == []
 
 
+@pytest.mark.slow
 def test_fallbacks_graph_breaks_and_what_vmap_leaves_are_told() -> None:
     rows = advise([Plan("0/0", fallback="no trace"), Plan("1/0", graph_break="print [a.py:1]")])
     assert [(row.kind, row.options) for row in rows] == [("fallback", {}), ("graph break", {})]

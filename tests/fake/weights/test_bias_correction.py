@@ -110,6 +110,7 @@ def mean_errors(model: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) ->
     return error([got.mean(others)], [exact.mean(others)]), error([got], [exact])
 
 
+@pytest.mark.quick_rows("relu", "relu6", "silu", "depthwise", "norm first", "products")
 @pytest.mark.parametrize("name", MODELS)
 def test_means_move_less_and_no_result_is_worse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
