@@ -38,7 +38,7 @@ def test_options_together_give_what_each_promises(row: Row, tmp_path: Path) -> N
     check(row, tmp_path)
 
 
-@pytest.mark.parametrize("row", EVERY_DAY[len(GENERATED) :], ids=words)
+@pytest.mark.parametrize("row", [row for row in EVERY_DAY if row not in GENERATED], ids=words)
 def test_options_together_give_what_each_promises_op_by_op(row: Row, tmp_path: Path) -> None:
     check(row, tmp_path, generate=False)
 
