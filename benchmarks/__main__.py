@@ -2,6 +2,7 @@
 
     python -m benchmarks [--only CASE ...] [--arms ARM ...] [--minutes N] [--device cuda] [--json FILE]
     python -m benchmarks --only engines   # inference beside OpenVINO and others, those that are installed
+    python -m benchmarks --only trained   # with weights that somebody trained: benchmarks/trained/requirements.txt
 
 Every arm has processes of its own, several one after the other, and all arms take turns, round by round, so that
 what else the machine does, and where memory happens to lie, meets all of them alike. Cases come in the order of
@@ -111,6 +112,9 @@ def case_table(rows: Sequence[TimingRow]) -> str:
             if beside:
                 line += f"{_quartiles(relative(rows, row.arm, beside)):>20}"
             lines.append(line)
+    for row in rows:
+        measures = ", ".join(f"{name} {value:.4g}" for name, value in row.measures.items())
+        lines += [f"{row.arm}: {measures}"] * bool(measures)
     lines += [f"note: {row.arm}: {note}" for row in rows for note in row.notes]
     return "\n".join(lines)
 

@@ -36,7 +36,7 @@ class Arm:
         modes: where it makes sense, as ``devices``.
         named_only: only cases that name it run it.
         torchao: the configuration of ``torchao.quantization`` that the model is quantized with.
-        calibrated: with a plan whose scales in int8 were measured on the batch, whatever the error.
+        calibrated: a function in :mod:`benchmarks.engines` that makes the plan from the batches for calibration.
         engine: a function in :mod:`benchmarks.engines` that runs the model instead of ``torch.compile``.
         needs: libraries without which it is left out.
     """
@@ -54,7 +54,7 @@ class Arm:
     devices: tuple[str, ...] = ("cpu", "cuda")
     named_only: bool = False
     torchao: str = ""
-    calibrated: bool = False
+    calibrated: str = ""
     engine: str = ""
     needs: tuple[str, ...] = ()
 
@@ -104,11 +104,15 @@ _ALL = (
     # for CPUs without bf16
     Arm("fp32_freezing", env=_FREEZING, modes=_INFERENCE, devices=_CPU, named_only=True),
     _ours("amp_fx_cache", {"weights": "cache"}, modes=_INFERENCE, devices=_CPU, named_only=True),
-    _ours("int8_measured", {}, modes=_INFERENCE, devices=_CPU, calibrated=True, named_only=True),
+    _ours("int8_measured", {}, modes=_INFERENCE, devices=_CPU, calibrated="measured_plan", named_only=True),
+    _ours(
+        "int8_calibrated", {}, modes=_INFERENCE, devices=_CPU, calibrated="documented_plan", named_only=True
+    ),
     _torchao("dynamic", "Int8DynamicActivationInt8WeightConfig"),
     _torchao("weights", "Int8WeightOnlyConfig"),
     _engine("package"),
     _engine("package_int8"),
+    _engine("package_calibrated"),
     _engine("openvino", "openvino"),
     _engine("openvino_int8", "openvino", "nncf"),
     _engine("onnxruntime_int8", "onnx", "onnxruntime"),
@@ -154,14 +158,25 @@ class Prepared:
     batch: Batch
     loss: Callable[[nn.Module, Batch], Tensor]
 
-    def forward(self) -> Tensor:
-        """The loss, or what the model returns that has none; gradients and autocast as the arm has them."""
+    def forward(self, batch: Batch | None = None) -> Tensor:
+        """The loss, or what the model returns that has none; gradients and autocast as the arm has them.
+
+        ``batch`` is another one than the workload's, in fp32.
+        """
         arm = self.arm
         with (
             torch.inference_mode(self.mode == "inference"),
             torch.autocast(self.device, arm.dtype if arm.autocast else None, enabled=arm.autocast),
         ):
-            return self.loss(self.model, self.batch)
+            return self.loss(self.model, self.batch if batch is None else _of_arm(arm, batch))
+
+
+def _of_arm(arm: Arm, batch: Batch) -> Batch:
+    dtype = arm.dtype if arm.whole else None
+    return {
+        name: value.to(dtype) if dtype and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
 
 
 def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Prepared:
@@ -175,7 +190,7 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
     batch = {name: value.to(device) for name, value in workload.batch.items()}
     if arm.whole:
         model = model.to(arm.dtype)
-        batch = {k: v.to(arm.dtype) if v.is_floating_point() else v for k, v in batch.items()}
+        batch = _of_arm(arm, batch)
     if arm.torchao:
         quantization = importlib.import_module("torchao.quantization")
         quantization.quantize_(model, getattr(quantization, arm.torchao)())
@@ -187,15 +202,16 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
         return output if isinstance(output, Tensor) else output.loss
 
     if arm.engine:
-        run = getattr(engines, arm.engine)(model, batch)
+        run = getattr(engines, arm.engine)(model, batch, *workload.calibration)
         return Prepared(arm, mode, device, model, batch, lambda _, batch: run(batch))
     if arm.backend is None:
         return Prepared(arm, mode, device, model, batch, loss)
     options: dict[str, Any] | None = None if arm.options is None else dict(arm.options)
     if arm.calibrated:
-        options = {"plan": engines.measured_plan(model, batch)}
+        options = {"plan": getattr(engines, arm.calibrated)(model, *workload.calibration or (batch,))}
     # a graph break would cost every arm something else
-    compiled = torch.compile(loss, backend=arm.backend, options=options, dynamic=False, fullgraph=True)
+    whole = workload.is_whole
+    compiled = torch.compile(loss, backend=arm.backend, options=options, dynamic=False, fullgraph=whole)
     return Prepared(arm, mode, device, model, batch, compiled)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks import workloads
 from benchmarks.arms import ARMS, MODES, Arm
+from benchmarks.trained.models import MODELS
 from benchmarks.workloads import Build, Workload, build_workload
 
 #: what convolves: the layout of its parameters makes a difference
@@ -19,6 +20,12 @@ _OF_FP8 = ("autocast", "amp_fx", "off", *(name for name in ARMS if name.startswi
 _OF_ENGINES = (
     "autocast", "freezing", "amp_fx", "fp32_freezing", "amp_fx_cache", "int8", "int8_all", "int8_measured",
     *(arm.name for arm in ARMS.values() if arm.engine),
+)  # fmt: skip
+
+#: what compares engines on trained weights, of int8 by the documented call
+_OF_TRAINED = (
+    "eager_autocast", "autocast", "amp_fx", "package", "int8_calibrated", "package_calibrated", "dynamic",
+    "openvino", "openvino_int8",
 )  # fmt: skip
 
 #: one block of Llama-3-8B, of 32 heads and 8 for keys and values, with a small embedding and head
@@ -53,7 +60,9 @@ class Case:
     @property
     def sizes(self) -> dict[str, Sizes]:
         """By device."""
-        return {device: sizes for device, sizes in (("cpu", self.cpu), ("cuda", self.cuda)) if sizes}
+        return {
+            device: sizes for device, sizes in (("cpu", self.cpu), ("cuda", self.cuda)) if sizes is not None
+        }
 
     def takes(self, arm: Arm) -> bool:
         """Whether an arm says something here."""
@@ -203,8 +212,20 @@ _BESIDE_ENGINES = {
     for name, (build, sizes) in _ENGINES.items()
 }
 
+_OF_PACKAGES = {
+    f"trained_{name}": Case(_INFERENCE, build, {}, family="trained", arms=_OF_TRAINED)
+    for name, build in MODELS.items()
+}
+
 #: those that matter most first
 CASES = {
     name: replace(case, name=name, family=case.family or name)
-    for name, case in {**_TRAINED, **_SERVED, **_MORE_TRAINED, **_REST, **_BESIDE_ENGINES}.items()
+    for name, case in {
+        **_TRAINED,
+        **_SERVED,
+        **_MORE_TRAINED,
+        **_REST,
+        **_BESIDE_ENGINES,
+        **_OF_PACKAGES,
+    }.items()
 }

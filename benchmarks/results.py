@@ -47,6 +47,7 @@ class TimingRow:
         compile_cold: seconds of the first step beyond a later one, with empty caches.
         peak_bytes: what a step needs beyond what is there between steps: activations, gradients, casts.
         error: relative L2 error of what inference on a CPU returns, against fp64.
+        measures: of the model's task, by name.
         notes: reasons that the row does not measure what its name says, or is not there.
     """
 
@@ -59,6 +60,7 @@ class TimingRow:
     compile_cold: float | None = None
     peak_bytes: int | None = None
     error: float | None = None
+    measures: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -132,11 +132,18 @@ class Trial:
         return {"peak_bytes": peak_bytes(self.step, self.device)}
 
     def error(self) -> dict[str, Any]:
-        """How far what inference returns is from fp64."""
-        found = self.prepared.forward().double()
+        """How far what inference returns is from fp64, and the task's own measure, means over what was held out."""
+        workload = self.case.workload(self.device)
+        batches = workload.held_out or [workload.batch]
+        results = [self.prepared.forward(batch).double() for batch in batches]
         # forgets what was compiled
-        exact = prepare(self.case.workload(self.device), EXACT, self.case.mode, self.device)
-        return {"error": distance([found], [exact.forward().double()])}
+        exact = prepare(workload, EXACT, self.case.mode, self.device)
+        wanted = [exact.forward(batch) for batch in batches]
+        measures: dict[str, float] = {}
+        if workload.measure is not None:
+            rows = [workload.measure(*pair) for pair in zip(wanted, results, strict=True)]
+            measures = {name: mean(row[name] for row in rows) for name in rows[0]}
+        return {"error": distance(results, wanted), "measures": measures}
 
 
 class _Training:

@@ -7,8 +7,8 @@ outputs to the dtype of the fp32 program: what is compared is the model, not its
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,22 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, fp32 and in training mode, and its keyword arguments: it returns the loss or an output that has one."""
+    """A model, fp32 and in training mode, and its keyword arguments: it returns the loss or an output that has one.
+
+    Attributes:
+        calibration: batches for scales and sensitivities; none: ``batch``.
+        held_out: batches by which results are judged, of ``batch``'s sizes; none: ``batch``.
+        measure: the measure of the model's task, from the results in fp64 and those that are judged, by name.
+        is_whole: Dynamo makes one graph of it.
+    """
 
     name: str
     model: nn.Module
     batch: Batch
+    calibration: Sequence[Batch] = ()
+    held_out: Sequence[Batch] = ()
+    measure: Callable[[Tensor, Tensor], Mapping[str, float]] | None = None
+    is_whole: bool = True
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {}
@@ -35,7 +46,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {}
 #: those whose models are of Hugging Face transformers
 OF_TRANSFORMERS = ("bert", "gpt2", "llama", "llama_eager", "resnet", "t5", "vit")
 
-Build = Callable[..., tuple[nn.Module, Batch]]
+Build = Callable[..., "tuple[nn.Module, Batch] | Workload"]
 
 
 def make(name: str) -> Workload:
@@ -47,7 +58,10 @@ def build_workload(name: str, build: Build, **sizes: int) -> Workload:
     """Builds a model of any size; the same weights each time, whatever was drawn before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, batch = build(**sizes)
+        made = build(**sizes)
+    if isinstance(made, Workload):
+        return replace(made, name=name)
+    model, batch = made
     return Workload(name, model.train(), batch)
 
 
