@@ -47,8 +47,8 @@ class Attend(Pass):
         low = torch.ops.prims.convert_element_type.default(probabilities, torch.bfloat16)
         out = torch.ops.aten.bmm.default(low, v)                      # bf16[8, 64, 32], viewed as [1, 8, 64, 32]
 
-    The backward reads ``probabilities`` and ``out``, and is written likewise: gradients of scores are rounded once, as
-    in the kernel, which has probabilities in fp32, too. :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`
+    The backward keeps what the kernel keeps: operands, ``out`` and the logarithm of the sum of each row. It computes
+    probabilities again, in fp32 as in the kernel, and rounds gradients of scores once. :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`
     has marked the calls on the captured graph.
     """
 
@@ -86,6 +86,8 @@ def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_onc
     _, heads, queries, width = query.meta["val"].shape
     scale, mask = argument_value(flash, "scale"), argument_value(flash, "attn_mask")
     scale = 1 / math.sqrt(width) if scale is None else scale
+    how = {"scale": scale, "is_causal": bool(argument_value(flash, "is_causal")), "low_scores": low_scores}
+    masks = [] if mask is None else [mask]
     with write.before(flash):
         if queries == 1:
             # Inductor reads the keys once, where they lie, and adds up in fp32
@@ -97,16 +99,15 @@ def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_onc
             if len(shape) < 3 or shape[-3] == 1:
                 # all heads have the same, which would be worked out for each score, twice
                 write_as_it_is(mask)
-        probabilities, out = write.trace(
-            products, query, key, value, *([] if mask is None else [mask]),
-            scale=scale, is_causal=bool(argument_value(flash, "is_causal")), low_scores=low_scores,
+        log_sums, out = write.trace(
+            products, query, key, value, *masks, **how,
             at_once=None if queries == 1 else at_once, like=flash.meta["val"][0],
         )  # fmt: skip
     made = {(flash, 0): out}
     for backward in backwards:
         with write.before(backward):
-            operands = *args_of(backward)[:4], probabilities, out
-            of_operands = write.trace(gradients, *operands, scale=scale, like=backward.meta["val"])
+            operands = *args_of(backward)[:4], log_sums, out, *masks
+            of_operands = write.trace(gradients, *operands, **how, like=backward.meta["val"])
         made |= {(backward, at): node for at, node in enumerate(of_operands)}
     for (call, at), node in made.items():
         for item in [item for item in call.users if item.args[1] == at]:
@@ -121,30 +122,31 @@ def products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
     *, scale: float, is_causal: bool, low_scores: bool, at_once: int | None, like: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention, to be traced: the probabilities of the last block in fp32, and what the kernel returns.
+    """Attention, to be traced: each row's logarithm of the sum of exponentials, and what the kernel returns.
 
     Operands are ``[batch, heads, rows, width]``. Query and key are in fp32 where the query is a single one; one head of
-    key and value may be for several of the query. ``at_once`` are the scores of a block of heads, None: all;
-    ``like`` has the kernel's result.
+    key and value may be for several of the query. The logarithms are ``[batch * heads, rows, 1]`` in fp32, of the last
+    block of heads. ``at_once`` are the scores of a block, None: all; ``like`` has the kernel's result.
     """
     batch, heads, queries, _ = query.shape
     operands = [_matrices(each, heads) for each in (query, key, value)]
     if mask is not None:
-        operands.append(mask.float().expand(batch, heads, queries, key.shape[-2]).flatten(0, 1))
+        operands.append(_mask(mask, batch, heads, queries, key.shape[-2]))
     count = batch * heads
     size = count if at_once is None else heads_at_once(count, queries * key.shape[-2], at_once)
     outs = []
     for start in range(0, count, size):
         q, k, v, *masks = (each[start : start + size] for each in operands)
-        is_rounded = low_scores or q.dtype is torch.float32
-        scores = torch.bmm(q, k.mT).float() if is_rounded else _exact_product(q, k.mT)
-        probabilities = _softmax(scores, *masks, scale=scale, is_causal=is_causal)
+        scores = _scores(q, k.mT, low_scores)
+        probabilities, log_sums = _softmax(scores, *masks, scale=scale, is_causal=is_causal)
         outs.append(torch.bmm(probabilities.to(v.dtype), v))
-    return probabilities, _laid_out(outs[0] if len(outs) == 1 else torch.cat(outs), like)
+    return log_sums, _laid_out(outs[0] if len(outs) == 1 else torch.cat(outs), like)
 
 
-def _softmax(scores: Tensor, mask: Tensor | None = None, *, scale: float, is_causal: bool) -> Tensor:
-    """Probabilities; zeros for a query from which all keys are masked, as the kernel has them."""
+def _softmax(
+    scores: Tensor, mask: Tensor | None = None, *, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Probabilities, zeros for a query from which all keys are masked, as the kernel has them; logarithms of sums."""
     # Inductor looks for a scale in front of a softmax, and would keep a way for scores that are not finite
     is_late = mask is None and scale > 0
     scores = scores if is_late else scores * scale
@@ -159,21 +161,39 @@ def _softmax(scores: Tensor, mask: Tensor | None = None, *, scale: float, is_cau
     exp = (below * scale if is_late else below).exp()
     total = exp.sum(-1, keepdim=True)
     # 1 or more where a key is seen
-    return exp * (total if mask is None else total.clamp(min=1)).reciprocal()
+    total = total if mask is None else total.clamp(min=1)
+    return exp * total.reciprocal(), (largest * scale if is_late else largest) + total.log()
 
 
 def gradients(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, probabilities: Tensor, out: Tensor,
-    *, scale: float, like: Sequence[Tensor],
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, log_sums: Tensor, out: Tensor,
+    mask: Tensor | None = None,
+    *, scale: float, is_causal: bool, low_scores: bool, like: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of query, key and value, to be traced; ``probabilities`` and ``out`` are :func:`products`'s."""
-    g, q, k, v = (_matrices(each, query.shape[1]) for each in (gradient, query, key, value))
-    # turned first: the forward's cast would be kept for the backward beside the probabilities
-    of_value = torch.bmm(probabilities.mT.to(v.dtype), g)
+    """The gradients of query, key and value, to be traced; ``log_sums`` and ``out`` are :func:`products`'s.
+
+    Probabilities are computed again, with a row for each key: a call that stands in the forward, too, would be one with
+    that of the forward, and its result would be kept.
+    """
+    batch, heads, queries, _ = query.shape
+    g, q, k, v = (_matrices(each, heads) for each in (gradient, query, key, value))
+    scores = _scores(k, q.mT, low_scores) * scale
+    if mask is not None:
+        scores = scores + _mask(mask, batch, heads, queries, key.shape[-2]).mT
+    if is_causal:
+        rows, columns = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
+        scores = scores.where(rows[:, None] <= columns, -math.inf)
+    probabilities = (scores - log_sums.mT).exp()
+    of_value = torch.bmm(probabilities.to(v.dtype), g)
     row = (gradient.float() * out.float()).sum(-1).view(*g.shape[:2], 1)
-    of_scores = (probabilities * (_exact_product(g, v.mT) - row) * scale).to(v.dtype)
-    made = torch.bmm(of_scores, k), torch.bmm(of_scores.mT, q), of_value
+    of_scores = (probabilities * (_exact_product(v, g.mT) - row.mT) * scale).to(v.dtype)
+    made = torch.bmm(of_scores.mT, k), torch.bmm(of_scores, q), of_value
     return [_laid_out(each, one) for each, one in zip(made, like, strict=True)]
+
+
+def _scores(one: Tensor, other: Tensor, low: bool) -> Tensor:
+    """The product of queries and keys in fp32, rounded to 16 bits where ``low``."""
+    return torch.bmm(one, other).float() if low or one.dtype is torch.float32 else _exact_product(one, other)
 
 
 def _exact_product(one: Tensor, other: Tensor) -> Tensor:
@@ -189,6 +209,11 @@ def _matrices(tensor: Tensor, heads: int) -> Tensor:
         tensor = tensor[:, :, None].expand(-1, -1, heads // groups, -1, -1).flatten(1, 2)
     # a batch of one is a view else, of rows that lie apart
     return tensor.contiguous().flatten(0, 1)
+
+
+def _mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    """The mask that is added, as ``[batch * heads, queries, keys]`` in fp32."""
+    return mask.float().expand(batch, heads, queries, keys).flatten(0, 1)
 
 
 def _laid_out(matrices: Tensor, like: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ in 16 bits:
 
 * the flash kernel of torch goes through blocks of queries and keys, and multiplies two of them by calls of a library.
   With few queries and keys these calls take most of the time.
-* two products of all heads, with a softmax between them, store the scores. What is in fp32 is two products in 16 bits:
-  the second gives what rounding has taken from the first.
+* two products of all heads, with a softmax between them, store the scores, and compute them again in the backward. What
+  is in fp32 is two products in 16 bits: the second gives what rounding has taken from the first.
 
-Constants are fitted to 22 sizes on a Zen 5, torch 2.13, one thread (2 to 256 heads, 16 to 2,048 queries): two products
+Constants are fitted to 22 sizes on a Zen 5, torch 2.13, one thread (2 to 256 heads, 16 to 2,048 queries), where the
+backward kept probabilities and had two products fewer: two products
 took 0.42 to 0.86 of the flash kernel's time, forward and backward 0.11 to 0.69 (1.1 where glibc hands memory back), but
 for a head of 2,048 x 2,048 scores (1.0 to 1.65) and, forward alone, for four heads of 16 x 16 (3.5). Predicted was 0.65
 to 1.6 times what was found. Of a Zen 4 and of AMX only the flash kernel's constants were measured.
@@ -40,8 +41,8 @@ _CAUSAL = 20
 _OPERAND = 10, 20
 #: likewise for a score that is beyond the caches, and how many scores they hold
 _BEYOND, _CACHE = 170, 2e6
-#: products, forward and backward: one in fp32 is two in 16 bits
-_PRODUCTS = 3, 5
+#: products, forward and backward, which computes scores again: one in fp32 is two in 16 bits
+_PRODUCTS = 3, 7
 #: kernels and calls that there are besides the flash kernel's
 _KERNELS = 5, 8
 #: how many scores a thread has at a time in inference, where a head has no more: they stay in its cache, and in memory
