@@ -9,10 +9,10 @@ in 16 bits:
   is in fp32 is two products in 16 bits: the second gives what rounding has taken from the first.
 
 Constants are fitted to 22 sizes on a Zen 5, torch 2.13, one thread (2 to 256 heads, 16 to 2,048 queries), where the
-backward kept probabilities and had two products fewer: two products
-took 0.42 to 0.86 of the flash kernel's time, forward and backward 0.11 to 0.69 (1.1 where glibc hands memory back), but
-for a head of 2,048 x 2,048 scores (1.0 to 1.65) and, forward alone, for four heads of 16 x 16 (3.5). Predicted was 0.65
-to 1.6 times what was found. Of a Zen 4 and of AMX only the flash kernel's constants were measured.
+backward kept probabilities and had two products fewer: two products took 0.42 to 0.86 of the flash kernel's time,
+forward and backward 0.11 to 0.69 (1.1 where glibc hands memory back), but for a head of 2,048 x 2,048 scores (1.0 to
+1.65) and, forward alone, for four heads of 16 x 16 (3.5). Predicted was 0.65 to 1.6 times what was found. Of a Zen 4
+and of AMX only the flash kernel's constants were measured.
 """
 
 from __future__ import annotations
