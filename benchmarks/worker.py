@@ -6,18 +6,13 @@ own caches and a memory that is nobody else's. Requests and replies are JSON, on
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
-import gc
 import json
 import os
-import re
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -29,6 +24,7 @@ from benchmarks.arms import ARMS, Arm, Prepared, prepare
 from benchmarks.cases import CASES, Case
 from benchmarks.counts import counting
 from benchmarks.errors import EXACT, distance
+from benchmarks.memory import allocated_peak, resident_peak
 
 Step = Callable[[], object]
 
@@ -58,35 +54,6 @@ def seconds(step: Step, device: str, steps: int, clock: str = "wall") -> list[fl
             torch.cuda.synchronize()
         times.append(now() - start)
     return times
-
-
-def peak_bytes(step: Step, device: str) -> int | None:
-    """The most memory that a step holds beyond what is held before it; None where nobody counts.
-
-    The CUDA allocator's own count; on Linux, the resident pages of the process.
-    """
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    reset = Path("/proc/self/clear_refs")
-    libc = ctypes.util.find_library("c")
-    if not reset.exists() or libc is None:
-        return None
-    # pages that freed tensors left behind would hide what the step asks for
-    ctypes.CDLL(libc).malloc_trim(0)
-    before = _resident("VmRSS")
-    reset.write_text("5", encoding="ascii")  # the peak is now the present
-    step()
-    return max(_resident("VmHWM") - before, 0)
-
-
-def _resident(what: str) -> int:
-    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    return 1024 * int(found[1]) if found else 0
 
 
 #: so small that weights stay what they are, whatever the step is timed for
@@ -129,7 +96,8 @@ class Trial:
 
     def memory(self) -> dict[str, Any]:
         """What a step needs beyond what is there between steps."""
-        return {"peak_bytes": peak_bytes(self.step, self.device)}
+        peak = resident_peak(self.step) if self.arm.engine else allocated_peak(self.step, self.device)
+        return {"peak_bytes": peak}
 
     def error(self) -> dict[str, Any]:
         """How far what inference returns is from fp64, and the task's own measure, means over what was held out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +31,7 @@ class Attend(Pass):
     and keys those calls take most of its time; one product of all heads does not have them. Rounded to 16 bits, scores
     and gradients of probabilities would double the error of the call. So each of them is the sum of two products in 16
     bits: the second is the same product minus the first, which is what rounding has taken from the first. Probabilities
-    and the gradients of the scores are multiplied in 16 bits, as in the kernel. Without a backward, heads follow each
-    other in blocks.
+    and the gradients of the scores are multiplied in 16 bits, as in the kernel. Heads follow each other in blocks.
 
     Before (8 heads in a batch), and after::
 
@@ -48,13 +47,13 @@ class Attend(Pass):
         out = torch.ops.aten.bmm.default(low, v)                      # bf16[8, 64, 32], viewed as [1, 8, 64, 32]
 
     The backward keeps what the kernel keeps: operands, ``out`` and the logarithm of the sum of each row. It computes
-    probabilities again, in fp32 as in the kernel, and rounds gradients of scores once. :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`
-    has marked the calls on the captured graph.
+    probabilities again, in fp32 as in the kernel, and rounds gradients of scores once.
+    :class:`amp_fx.passes.forward.choose_attention.ChooseAttention` has marked the calls on the captured graph.
     """
 
     #: names in the plan of calls, and what computes them: with ``"products_low"``, scores are rounded to 16 bits
     computed_by: tuple[tuple[str, str], ...] = ()
-    at_once: int | None = None  # scores in a block of heads, in inference; None: all
+    at_once: int | None = None  # scores in a block of heads; None: all
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         written, computed_by = 0, dict(self.computed_by)
@@ -65,8 +64,7 @@ class Attend(Pass):
             found = [reader for item in sums for reader in readers(item, _passes_on)]
             backwards = [reader for reader in found if not _passes_on(reader)]
             if how.startswith("products") and all(node.target is _FLASH_BACKWARD for node in backwards):
-                at_once = None if backwards else self.at_once
-                _write(flash, backwards, low_scores=how == "products_low", at_once=at_once)
+                _write(flash, backwards, low_scores=how == "products_low", at_once=self.at_once)
                 written += 1
         # what was traced has calls that nothing reads, such as probabilities without a backward
         if written:
@@ -87,6 +85,7 @@ def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_onc
     scale, mask = argument_value(flash, "scale"), argument_value(flash, "attn_mask")
     scale = 1 / math.sqrt(width) if scale is None else scale
     how = {"scale": scale, "is_causal": bool(argument_value(flash, "is_causal")), "low_scores": low_scores}
+    how["at_once"] = None if queries == 1 else at_once
     masks = [] if mask is None else [mask]
     with write.before(flash):
         if queries == 1:
@@ -100,8 +99,7 @@ def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_onc
                 # all heads have the same, which would be worked out for each score, twice
                 write_as_it_is(mask)
         log_sums, out = write.trace(
-            products, query, key, value, *masks, **how,
-            at_once=None if queries == 1 else at_once, like=flash.meta["val"][0],
+            products, query, key, value, *masks, **how, like=flash.meta["val"][0]
         )  # fmt: skip
     made = {(flash, 0): out}
     for backward in backwards:
@@ -125,22 +123,19 @@ def products(
     """Attention, to be traced: each row's logarithm of the sum of exponentials, and what the kernel returns.
 
     Operands are ``[batch, heads, rows, width]``. Query and key are in fp32 where the query is a single one; one head of
-    key and value may be for several of the query. The logarithms are ``[batch * heads, rows, 1]`` in fp32, of the last
-    block of heads. ``at_once`` are the scores of a block, None: all; ``like`` has the kernel's result.
+    key and value may be for several of the query. The logarithms are ``[batch * heads, rows, 1]`` in fp32. ``at_once``
+    are the scores of a block of heads, None: all; ``like`` has the kernel's result.
     """
-    batch, heads, queries, _ = query.shape
+    heads = query.shape[1]
     operands = [_matrices(each, heads) for each in (query, key, value)]
-    if mask is not None:
-        operands.append(_mask(mask, batch, heads, queries, key.shape[-2]))
-    count = batch * heads
-    size = count if at_once is None else heads_at_once(count, queries * key.shape[-2], at_once)
-    outs = []
-    for start in range(0, count, size):
-        q, k, v, *masks = (each[start : start + size] for each in operands)
+    operands += [] if mask is None else [_mask(mask, query, key)]
+    sums, outs = [], []
+    for q, k, v, *masks in _blocks(operands, at_once):
         scores = _scores(q, k.mT, low_scores)
         probabilities, log_sums = _softmax(scores, *masks, scale=scale, is_causal=is_causal)
+        sums.append(log_sums)
         outs.append(torch.bmm(probabilities.to(v.dtype), v))
-    return log_sums, _laid_out(outs[0] if len(outs) == 1 else torch.cat(outs), like)
+    return _joined(sums), _laid_out(_joined(outs), like)
 
 
 def _softmax(
@@ -168,27 +163,46 @@ def _softmax(
 def gradients(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, log_sums: Tensor, out: Tensor,
     mask: Tensor | None = None,
-    *, scale: float, is_causal: bool, low_scores: bool, like: Sequence[Tensor],
+    *, scale: float, is_causal: bool, low_scores: bool, at_once: int | None, like: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of query, key and value, to be traced; ``log_sums`` and ``out`` are :func:`products`'s.
 
     Probabilities are computed again, with a row for each key: a call that stands in the forward, too, would be one with
     that of the forward, and its result would be kept.
     """
-    batch, heads, queries, _ = query.shape
-    g, q, k, v = (_matrices(each, heads) for each in (gradient, query, key, value))
-    scores = _scores(k, q.mT, low_scores) * scale
-    if mask is not None:
-        scores = scores + _mask(mask, batch, heads, queries, key.shape[-2]).mT
-    if is_causal:
-        rows, columns = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
-        scores = scores.where(rows[:, None] <= columns, -math.inf)
-    probabilities = (scores - log_sums.mT).exp()
-    of_value = torch.bmm(probabilities.to(v.dtype), g)
-    row = (gradient.float() * out.float()).sum(-1).view(*g.shape[:2], 1)
-    of_scores = (probabilities * (_exact_product(v, g.mT) - row.mT) * scale).to(v.dtype)
-    made = torch.bmm(of_scores.mT, k), torch.bmm(of_scores, q), of_value
-    return [_laid_out(each, one) for each, one in zip(made, like, strict=True)]
+    heads = query.shape[1]
+    operands = [_matrices(each, heads) for each in (query, key, value, gradient)]
+    row = (gradient.float() * out.float()).sum(-1).view(log_sums.shape)
+    operands += [log_sums, row] if mask is None else [log_sums, row, _mask(mask, query, key)]
+    # three values are there of each score, where the forward has one
+    at_once = None if at_once is None else at_once // 3
+    made: list[list[Tensor]] = [[], [], []]
+    for q, k, v, g, sums, total, *masks in _blocks(operands, at_once):
+        scores = _scores(k, q.mT, low_scores) * scale
+        scores = scores if not masks else scores + masks[0].mT
+        if is_causal:
+            rows, columns = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
+            scores = scores.where(rows[:, None] <= columns, -math.inf)
+        probabilities = (scores - sums.mT).exp()
+        of_value = torch.bmm(probabilities.to(v.dtype), g)
+        of_scores = (probabilities * (_exact_product(v, g.mT) - total.mT) * scale).to(v.dtype)
+        for parts, part in zip(
+            made, (torch.bmm(of_scores.mT, k), torch.bmm(of_scores, q), of_value), strict=True
+        ):
+            parts.append(part)
+    return [_laid_out(_joined(parts), one) for parts, one in zip(made, like, strict=True)]
+
+
+def _blocks(operands: list[Tensor], at_once: int | None) -> Iterator[list[Tensor]]:
+    """Blocks of heads with about ``at_once`` scores of the first operand's rows and the second's; None: one block."""
+    count, scores = len(operands[0]), operands[0].shape[1] * operands[1].shape[1]
+    size = count if at_once is None else heads_at_once(count, scores, at_once)
+    for start in range(0, count, size):
+        yield [each[start : start + size] for each in operands]
+
+
+def _joined(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def _scores(one: Tensor, other: Tensor, low: bool) -> Tensor:
@@ -211,9 +225,9 @@ def _matrices(tensor: Tensor, heads: int) -> Tensor:
     return tensor.contiguous().flatten(0, 1)
 
 
-def _mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+def _mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The mask that is added, as ``[batch * heads, queries, keys]`` in fp32."""
-    return mask.float().expand(batch, heads, queries, keys).flatten(0, 1)
+    return mask.float().expand(*query.shape[:3], key.shape[-2]).flatten(0, 1)
 
 
 def _laid_out(matrices: Tensor, like: Tensor) -> Tensor:

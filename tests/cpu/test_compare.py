@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import AmpFxError, Comparison, InputError, OptionsError
+from benchmarks.memory import allocated_peak
 from examples import hugging_face
 from support.checks.below_16_bits import error
-from support.checks.held_memory import peak_bytes
 from support.document_blocks import Net
 from support.models.small import GPT, Parts, tokens
 from support.models.spoiled_by_low_dtypes import FP16, OFF, SPOILED, kelvin, mean_square
@@ -348,7 +348,7 @@ def test_text_json_and_picture(without_inductor: None, tmp_path: Path) -> None:
 def test_it_holds_at_most_half_as_much_again_as_a_training_step_in_fp32(without_inductor: None) -> None:
     model, batch = GPT(layers=2, width=128, heads=4, length=128), tokens(0, 8, 128)
     compared(model, *batch, loss=None)
-    ours = peak_bytes(lambda: compared(model, *batch, loss=None))
-    theirs = peak_bytes(lambda: model(*batch).backward())
+    ours = allocated_peak(lambda: compared(model, *batch, loss=None))
+    theirs = allocated_peak(lambda: model(*batch).backward())
     # a compiled step in bf16 holds two thirds of that
     assert ours <= 1.5 * theirs

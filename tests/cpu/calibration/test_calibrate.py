@@ -23,7 +23,7 @@ from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.sensitivity import Sensitivity
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
-from support.checks.held_memory import peak_bytes
+from benchmarks.memory import allocated_peak
 from support.models.small import GPT, Parts, SpreadNorm, tokens, train
 from support.tracing.captured_graphs import known, low_calls, without_inductor
 
@@ -305,7 +305,7 @@ def measure(model: nn.Module, batches: int = 1) -> None:
 def test_a_calibration_holds_five_times_what_a_training_step_does(model: nn.Module) -> None:
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     measure(model)
-    ours, theirs = (peak_bytes(run) + parameters for run in (lambda: measure(model), lambda: step(model)))
+    ours, theirs = (allocated_peak(run) + parameters for run in (lambda: measure(model), lambda: step(model)))
     print(f"{ours / 1e6:.0f} MB, a training step {theirs / 1e6:.0f} MB: {ours / theirs:.2f}")
     # two derivatives of a loss keep 3.4 times as much, whoever takes them
     assert ours <= 5.4 * theirs

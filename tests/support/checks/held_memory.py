@@ -44,21 +44,6 @@ class Held:
         return weights.held_bytes() - self._before
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes that are held at once of all that a function allocates on the CPU, as torch's profiler counts."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as found:
-        run()
-    assert found.profiler is not None
-    assert found.profiler.kineto_results is not None
-    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]  # of memory events
-        most = max(most, held)
-    return most
-
-
 def double(model: nn.Module) -> None:
     """As no version tells, such as weights that a trainer sends."""
     for p in model.parameters():
