@@ -199,7 +199,7 @@ def test_a_tensor_is_the_argument_of_the_model_that_is_called_target() -> None:
 
 def test_errors_arrive_with_their_class_and_with_the_traceback_of_the_process() -> None:
     with pytest.raises(AmpFxError, match="a reason") as raised:
-        process().call("targets:fail", "a reason")
+        process().call("support.programs.target_process:fail", "a reason")
     assert "in fail" in str(raised.value.__cause__)
 
 
@@ -230,7 +230,7 @@ def test_one_process_has_one_target_which_is_known_before_anything_is_started() 
 def test_a_process_that_dies_says_what_it_wrote_last() -> None:
     message = "ended with code 3: what C\\+\\+ wrote"
     with contextlib.closing(TargetProcess("cuda:h100")) as dying, pytest.raises(TargetError, match=message):
-        dying.call("targets:die")
+        dying.call("support.programs.target_process:die")
 
 
 def test_a_machine_without_triton_or_a_compiler_says_in_one_line_what_to_install(

@@ -110,7 +110,7 @@ def test_a_copy_is_the_kernels_and_bytes_that_the_cut_charges(
     recipe: str, read: str, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     target = process(target_of(recipe))
-    kernels, nbytes = target.call("generated:copy_costs", recipe, rows, columns, dtype, read)
+    kernels, nbytes = target.call("support.programs.target_code:copy_costs", recipe, rows, columns, dtype, read)
     in_rows, block = recipe != "tensorwise" and read == "rows", LEVELS[recipe].block
     least, expected = copy_traffic(rows * columns, dtype.itemsize, in_rows=in_rows, block=block)
     assert kernels == expected
@@ -120,7 +120,7 @@ def test_a_copy_is_the_kernels_and_bytes_that_the_cut_charges(
 
 def test_a_copy_that_is_read_both_ways_in_one_graph_is_written_twice_by_one_kernel() -> None:
     elements = 2048 * 2048
-    kernels, nbytes = process().call("generated:copy_costs", "tensorwise", 2048, 2048, torch.bfloat16, "both")
+    kernels, nbytes = process().call("support.programs.target_code:copy_costs", "tensorwise", 2048, 2048, torch.bfloat16, "both")
     least, expected = copy_traffic(elements, 2, in_rows=False)
     assert kernels == expected
     assert nbytes == pytest.approx(least + elements, rel=0.01)
@@ -130,7 +130,7 @@ def test_a_copy_that_is_read_both_ways_in_one_graph_is_written_twice_by_one_kern
 def test_generated_code_calls_the_library_with_the_layouts_it_wants(recipe: str) -> None:
     target, architecture = target_of(recipe), 100 if recipe == "mxfp8" else 90
     graphs = traced(gpt_blocks(128, count=1), torch.empty(4, 128, 128))
-    codes = process(target).call("generated:sources", graphs, {**OFF, "policy": "fp8", "fp8": recipe})
+    codes = process(target).call("support.programs.target_code:sources", graphs, {**OFF, "policy": "fp8", "fp8": recipe})
     lines = [line for code in codes for line in code.text.splitlines() if "kernels._scaled_mm(" in line]
     # 4 linears: themselves, the gradients of 3 inputs or all, and of 4 weights
     assert len(lines) >= 11
@@ -150,7 +150,7 @@ def test_generated_code_calls_the_library_with_the_layouts_it_wants(recipe: str)
         assert len(scales) >= 16
         assert all(len(sizes) == 1 and strides == (1,) for sizes, strides in scales)
         assert all("float8_e8m0fnu" in code.text for code in codes)
-    sizes = process(target).call("generated:cubins", codes, (architecture,))
+    sizes = process(target).call("support.programs.target_code:cubins", codes, (architecture,))
     assert sizes
     assert all(size > 1000 for by_architecture in sizes.values() for size in by_architecture.values())
 
@@ -184,7 +184,7 @@ def test_without_gradients_weights_are_read_in_half_of_their_bytes(tokens: int) 
 @pytest.mark.parametrize("weights", ["cast", "cache"])
 def test_code_without_gradients_calls_the_library_as_it_wants(recipe: str, weights: str) -> None:
     options = {**OFF, "policy": "fp8", "fp8": recipe, "weights": weights}
-    [code] = process().call("generated:sources", served(1), options)
+    [code] = process().call("support.programs.target_code:sources", served(1), options)
     calls = operands(code.text)
     assert len(calls) == 8
     for first, second, *_ in calls:

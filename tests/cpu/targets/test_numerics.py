@@ -96,7 +96,7 @@ TRAINED = {
 
 
 def generated(keeper: Keeper, arm: Arm) -> list[Code]:
-    return process().call("generated:sources", keeper.graphs, arm.options, arm.dtype)
+    return process().call("support.programs.target_code:sources", keeper.graphs, arm.options, arm.dtype)
 
 
 def traced(model: nn.Module, *args: Tensor) -> Keeper:

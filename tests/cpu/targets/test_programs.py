@@ -31,7 +31,7 @@ pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
 
 def sources(graphs: list[TracedGraph], options: dict[str, Any] = OFF) -> list[Code]:
-    return process().call("generated:sources", graphs, options)
+    return process().call("support.programs.target_code:sources", graphs, options)
 
 
 def after_linear(program: Callable[[Tensor], Tensor]) -> list[TracedGraph]:
@@ -84,7 +84,7 @@ def head() -> list[TracedGraph]:
 
 def test_the_backward_runs_in_the_thread_that_asks(head: list[TracedGraph]) -> None:
     # a thread of autograd's own may still free Python objects while the process ends, which aborts it
-    assert process().call("targets:threads", head) == ["MainThread", "MainThread"]
+    assert process().call("support.programs.target_process:threads", head) == ["MainThread", "MainThread"]
 
 
 def test_weight_gradients_leave_matmuls_in_fp32_and_only_inputs_are_cast(head: list[TracedGraph]) -> None:
@@ -188,7 +188,7 @@ def test_batched_products_return_fp32() -> None:
 
 
 def sizes(graphs: list[TracedGraph], *architectures: int) -> list[int]:
-    found = process().call("generated:cubins", sources(graphs), architectures)
+    found = process().call("support.programs.target_code:cubins", sources(graphs), architectures)
     assert all(of_kernel.keys() == set(architectures) for of_kernel in found.values())
     return [size for of_kernel in found.values() for size in of_kernel.values()]
 

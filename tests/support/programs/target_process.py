@@ -97,7 +97,7 @@ def one_process() -> Iterator[None]:
 
 
 def facts(graphs: Sequence[TracedGraph], options: dict[str, Any] | None, target: str = "cuda:h100") -> Facts:
-    return process(target).call("targets:compiled", graphs, options)
+    return process(target).call("support.programs.target_process:compiled", graphs, options)
 
 
 def traced(program: Callable[..., Any], *args: Tensor, **settings: Any) -> list[TracedGraph]:
