@@ -62,7 +62,9 @@ class Counted(NamedTuple):
 def counted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Counted:
     path = tmp_path_factory.mktemp("counts") / "counts.jsonl"
     of = ["--only", request.param, "--modes", "training", "--arms", *ARMS, "freezing"]
-    text, messages = process().call("support.programs.target_process:count", ["--target", "cuda:h100", *of, "--json", str(path)])
+    text, messages = process().call(
+        "support.programs.target_process:count", ["--target", "cuda:h100", *of, "--json", str(path)]
+    )
     header, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return Counted(request.param, text, messages, header["header"], {row["arm"]: row for row in rows})
 
@@ -104,7 +106,9 @@ OF_PLAIN = {"naive_attention": 1.04, "gpt2": 1.08, "bert": 1.09, "resnet": 1.11}
 @pytest.mark.parametrize("name", quick_ones(OF_PLAIN, "naive_attention"))
 def test_a_step_takes_fewer_kernels_and_bytes_than_with_torchs_scaler(name: str) -> None:
     arms = ("autocast_scaler", "amp_fx_fp16", "amp_fx_scaler")
-    theirs, plain, ours = (process().call("support.programs.target_process:counted", name, arm) for arm in arms)
+    theirs, plain, ours = (
+        process().call("support.programs.target_process:counted", name, arm) for arm in arms
+    )
     autocast, scaled = theirs.forward + theirs.backward, ours.forward + ours.backward
     assert scaled.kernels <= autocast.kernels
     # a kernel that divides reads the scale

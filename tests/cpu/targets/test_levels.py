@@ -110,7 +110,9 @@ def test_a_copy_is_the_kernels_and_bytes_that_the_cut_charges(
     recipe: str, read: str, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     target = process(target_of(recipe))
-    kernels, nbytes = target.call("support.programs.target_code:copy_costs", recipe, rows, columns, dtype, read)
+    kernels, nbytes = target.call(
+        "support.programs.target_code:copy_costs", recipe, rows, columns, dtype, read
+    )
     in_rows, block = recipe != "tensorwise" and read == "rows", LEVELS[recipe].block
     least, expected = copy_traffic(rows * columns, dtype.itemsize, in_rows=in_rows, block=block)
     assert kernels == expected
@@ -120,7 +122,9 @@ def test_a_copy_is_the_kernels_and_bytes_that_the_cut_charges(
 
 def test_a_copy_that_is_read_both_ways_in_one_graph_is_written_twice_by_one_kernel() -> None:
     elements = 2048 * 2048
-    kernels, nbytes = process().call("support.programs.target_code:copy_costs", "tensorwise", 2048, 2048, torch.bfloat16, "both")
+    kernels, nbytes = process().call(
+        "support.programs.target_code:copy_costs", "tensorwise", 2048, 2048, torch.bfloat16, "both"
+    )
     least, expected = copy_traffic(elements, 2, in_rows=False)
     assert kernels == expected
     assert nbytes == pytest.approx(least + elements, rel=0.01)
@@ -130,7 +134,9 @@ def test_a_copy_that_is_read_both_ways_in_one_graph_is_written_twice_by_one_kern
 def test_generated_code_calls_the_library_with_the_layouts_it_wants(recipe: str) -> None:
     target, architecture = target_of(recipe), 100 if recipe == "mxfp8" else 90
     graphs = traced(gpt_blocks(128, count=1), torch.empty(4, 128, 128))
-    codes = process(target).call("support.programs.target_code:sources", graphs, {**OFF, "policy": "fp8", "fp8": recipe})
+    codes = process(target).call(
+        "support.programs.target_code:sources", graphs, {**OFF, "policy": "fp8", "fp8": recipe}
+    )
     lines = [line for code in codes for line in code.text.splitlines() if "kernels._scaled_mm(" in line]
     # 4 linears: themselves, the gradients of 3 inputs or all, and of 4 weights
     assert len(lines) >= 11
