@@ -103,7 +103,8 @@ def test_a_default_plan_that_moves_more_bytes_than_autocast_says_why() -> None:
     report = amp_fx.explain(model, torch.randn(16, 64, 16, 16), target="cuda:h100")
     assert moved(report) > moved(report, "torch.autocast")
     assert "2 of 2" in drawing(report).more
-    assert drawing(report).more in str(report)
+    # the report breaks lines
+    assert drawing(report).more in " ".join(str(report).split())
 
 
 def test_the_report_names_graph_breaks_modules_and_source_lines(report: Report) -> None:
