@@ -185,6 +185,20 @@ def test_a_package_runs_where_there_is_no_amp_fx(case: Exported, elsewhere: Resu
 
 
 @pytest.mark.parametrize("name", COMPILED)
+def test_a_package_refuses_what_it_was_not_made_for(case: Exported, folder: Path, name: str) -> None:
+    run = torch._inductor.aoti_load_package(str(folder / f"{name}.aoti.pt2"))
+    assert error_of(run(case.x), case.exact) < 0.1
+    for other, told in (
+        (case.x[:, :-1].contiguous(), "expected: 32, but got: 31"),
+        (case.x.int(), "unmatched dtype"),
+        (case.x.t().contiguous().t(), "unmatched stride"),
+        (case.x[:1].expand(65, -1).contiguous(), "expected to be <= 64, but got: 65"),
+    ):
+        with pytest.raises(RuntimeError, match=told):
+            run(other)
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_no_kernel_of_a_package_casts_a_weight(case: Exported, folder: Path, name: str) -> None:
     """Read from the C++ code in the package. Only the table of positions, which is looked up, is fp32."""
     source = _code(folder / f"{name}.aoti.pt2")
