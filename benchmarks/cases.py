@@ -24,7 +24,7 @@ _OF_ENGINES = (
 
 #: what compares engines on trained weights, of int8 by the documented call
 _OF_TRAINED = (
-    "eager_autocast", "autocast", "amp_fx", "package", "int8_calibrated", "package_calibrated", "dynamic",
+    "eager_autocast", "autocast", "amp_fx", "package", "int8_calibrated", "package_calibrated", "torchao_dynamic",
     "openvino", "openvino_int8",
 )  # fmt: skip
 
