@@ -33,8 +33,8 @@ from amp_fx.passes.forward.place_by_sensitivity import Placement
 from amp_fx.passes.levels.place_levels import Budget
 from amp_fx.precision.placement.devices import resolve
 from amp_fx.precision.placement.level_cost import as_autocast
+from amp_fx.precision.plans.matching import choose_plan
 from amp_fx.precision.plans.plan import Plan
-from amp_fx.precision.plans.plan_files import choose_plan, counterparts
 from amp_fx.precision.plans.sensitivity import CallSensitivity, Sensitivity
 from amp_fx.precision.policy.levels import levels_of
 from amp_fx.runtime.weights.lift import weight_inputs
@@ -124,12 +124,11 @@ def replay(
 ) -> Plan:
     """Runs the passes with the decisions of that plan in the options that was made for this graph, or PlanError."""
     outline = outline_of(captured, context)
-    chosen = choose_plan(opts.plan or (), outline)
+    chosen, found = choose_plan(opts.plan or (), outline)
     # a step and a call without gradients multiply in levels of their own
     follows = chosen.training is context.training
     rows = {
-        row.name: replace(saved, levels=dict(saved.levels) if follows else {})
-        for saved, row in counterparts(chosen, outline)
+        row.name: replace(saved, levels=dict(saved.levels) if follows else {}) for saved, row in found.pairs
     }
     mark = levels = None
     if not context.training:

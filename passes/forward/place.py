@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.keys import MAY_ROUND
+from amp_fx.graphs.values import in_place_target
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.network import Network, dtype_as_autocast, place_as_autocast, rounded
 from amp_fx.precision.placement.attention import refusal
@@ -25,6 +26,8 @@ _DECIDED = (
     "op_class", "reasons", "dtype", "takes", "own_dtype_slots", "pinned", "result_dtype", "computed_by", "hazard",
     "levels", "scales",
 )  # fmt: skip
+#: and where the row is that of another operator of its kind, which is called otherwise
+_OF_OTHERS = "reasons", "dtype", "levels", "scales"
 
 
 @dataclass(frozen=True)
@@ -155,12 +158,18 @@ class Replay(Pass):
             if label is None:
                 continue
             row = self.rows.get(label.name)
-            if row is None:
+            is_other = row is not None and row.op != label.op
+            if row is None or (
+                is_other and (label.op_class is OpClass.KEEP or in_place_target(node) is not None)
+            ):
                 # what only hands on has no row, nor has what returns numbers of another kind: complex ones, comparisons
                 label.dtype = dtype_as_autocast(node, label)
                 continue
-            for name in _DECIDED:
+            pinned = label.pinned if label.result_dtype is None else None
+            for name in _OF_OTHERS if is_other else _DECIDED:
                 setattr(label, name, getattr(row, name))
+            # what shares a storage here may not have done so there
+            label.pinned = pinned or label.pinned
             followed += 1
             by_products = row.computed_by.startswith("products")
             if by_products and (why_not := refusal(node, training=context.training)):

@@ -34,8 +34,8 @@ from amp_fx.passes import PassContext
 from amp_fx.precision.placement.devices import resolve
 from amp_fx.precision.placement.level_cost import OPERATIONS, LevelCost, auto_level
 from amp_fx.precision.placement.profile import DeviceProfile
+from amp_fx.precision.plans.matching import match
 from amp_fx.precision.plans.plan import Plan
-from amp_fx.precision.plans.plan_files import counterparts, moved_nodes
 from amp_fx.precision.plans.sensitivity import GRADIENTS, OF, OUTPUTS, GraphSensitivity, Sensitivity, combined
 from amp_fx.precision.policy.levels import Level, levels_of
 from amp_fx.runtime.scaling import find_scaler
@@ -236,14 +236,14 @@ class _Graphs:
             graph = TargetGraph(traced, self._training, self._process, self._low)
             outline = graph.outline(self._opts)
             outline.graph_break = measured.graph_break
-            if moved := moved_nodes(measured, outline):
+            if moved := match(measured, outline).moved:
                 raise TargetError(
                     f"graph {measured.graph} has other calls on the target than here, where it is measured: "
                     f"{'; '.join(moved[:4])}. Calibrate on that device, or leave target out."
                 )
         asks = (value.requires_grad for value in example_inputs if isinstance(value, torch.Tensor))
         if self.level is not None and (not self._training or any(asks)):
-            names = {here.name: row.name for here, row in counterparts(measured, outline)}
+            names = {here.name: row.name for here, row in match(measured, outline).pairs}
             profile = resolve(self._opts.profile, graph.device_type)
             if not self._training and profile is not None and profile.is_slower_in(self._low):
                 graph.wide = profile

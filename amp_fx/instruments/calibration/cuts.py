@@ -23,8 +23,8 @@ from amp_fx.precision.placement.devices import resolve
 from amp_fx.precision.placement.priced import Choice, Priced, SensitivityTerm, Sides, choose_all
 from amp_fx.precision.placement.tradeoff import BYTES, hull, within
 from amp_fx.precision.plans.label import Reason, ReasonKind
+from amp_fx.precision.plans.matching import choose_plan
 from amp_fx.precision.plans.plan import NodePlan, Plan, with_choice
-from amp_fx.precision.plans.plan_files import choose_plan, counterparts
 from amp_fx.precision.plans.sensitivity import (
     INPUT,
     CallSensitivity,
@@ -264,8 +264,8 @@ class Cuts:
 
 def _rows_of(plans: Sequence[Plan], found: GraphSensitivity) -> dict[str, NodePlan]:
     """The rows that plans have for the calls of a graph, by the names there."""
-    chosen = choose_plan(plans, found.outline)
-    return {row.name: saved for saved, row in counterparts(chosen, found.outline)}
+    _, matched = choose_plan(plans, found.outline)
+    return {row.name: saved for saved, row in matched.pairs}
 
 
 def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collection[str]) -> PricedMatmuls:

@@ -25,8 +25,8 @@ from amp_fx.graphs.calls import arguments, tensor_nodes
 from amp_fx.graphs.values import is_eligible
 from amp_fx.precision.plans.files import as_data, decode_file, read_object, write_text
 from amp_fx.precision.plans.label import SENSITIVITY, Reason, ReasonKind
+from amp_fx.precision.plans.matching import choose_plan, match
 from amp_fx.precision.plans.plan import Plan, dtype_name
-from amp_fx.precision.plans.plan_files import choose_plan, counterparts
 from amp_fx.precision.policy.levels import FORWARD
 
 #: of a file; the version is bumped when the JSON form changes incompatibly
@@ -95,7 +95,7 @@ class GraphSensitivity:
 
     def renamed(self, outline: Plan) -> list[CallSensitivity]:
         """The calls by the names that they have in another capture of the graph, of which this is the outline."""
-        names = {saved.name: row.name for saved, row in counterparts(self.outline, outline)}
+        names = {saved.name: row.name for saved, row in match(self.outline, outline).pairs}
         return [replace(call, name=names[call.name]) for call in self.calls if call.name in names]
 
 
@@ -139,7 +139,7 @@ class Sensitivity:
             return next(graph for graph in self.graphs if graph.outline is found)
 
         outlines = [graph.outline for graph in self.graphs]
-        return of(choose_plan(outlines, outline, "sensitivity", lambda found: of(found).calls))
+        return of(choose_plan(outlines, outline, "sensitivity", lambda found: of(found).calls)[0])
 
     @classmethod
     def worst(cls, sensitivities: Sequence[Sensitivity]) -> Sensitivity:

@@ -158,8 +158,12 @@ def test_what_cannot_be_is_refused_by_name(made: Plan) -> None:
     ):
         message = refused(with_row("linear", levels=changed))
         assert all(name in message for name in ("linear_1", wrong, valid))
+    uneven, tokens = MLP(32, 40, 40, 40, 16), [torch.randn(32, 32)]
+    plan = with_levels(lowered(uneven, tokens, {"profile": "off"}).plan, "linear", {FORWARD: "rowwise"})
     with pytest.raises(PlanError, match=r"16 .*32 x 40"):
-        lowered(MLP(32, 40, 40, 40, 16), [torch.randn(32, 32)], {"plan": made})
+        lowered(uneven, tokens, {"plan": plan})
+    with pytest.raises(PlanError, match=r"layers.0 linear\).*\(32, 40\), had \(32, 64\)"):
+        lowered(uneven, tokens, {"plan": made})
 
 
 def test_a_diff_of_plans_names_the_matmul_and_the_role(made: Plan) -> None:

@@ -189,15 +189,20 @@ def test_of_equal_graphs_the_log_says_which_is_taken(caplog: pytest.LogCaptureFi
     assert "graphs 0/0, 0/1" in caplog.text
 
 
-def test_a_model_that_has_moved_on_is_told_by_name(path: Path) -> None:
-    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
-    before, after = (nn.Sequential(first, kind(), second) for kind in (nn.ReLU, nn.Tanh))
-    measured(before, torch.randn(4, 8)).save(path)
+def test_a_model_that_has_moved_on_is_told_by_name(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(5)]
+    before = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+    measured(before, torch.randn(4, 8), value=None).save(path)
     opts = Options.parse(None, {"policy": {"sensitivity": str(path)}, "profile": "off"})
-    gm = dynamo_graph(after, torch.randn(4, 8))
     regions = ambient_regions({"cpu": torch.bfloat16})
-    with pytest.raises(PlanError, match=r"relu .*tanh"):
+    # what was measured overflows in 16 bits; the rest is placed by the policy's list
+    gm = dynamo_graph(nn.Sequential(layers[0], nn.Tanh(), layers[1], layers[2]), torch.randn(4, 8))
+    _, plan = amp_fx.compiler.rewriting.rewrite(gm, regions, opts, training=True)
+    assert [row.dtype for row in plan.nodes if row.flops] == [torch.float32, torch.float32, torch.bfloat16]
+    assert all(text in caplog.text for text in ("tanh (1 tanh)", "linear_2 (3 linear)", "relu (1 relu)"))
+    gm = dynamo_graph(nn.Sequential(nn.Sequential(*layers)), torch.randn(4, 8))
+    with pytest.raises(PlanError, match=r"linear \(0.0 linear\) is new; linear \(0 linear\) is gone"):
         amp_fx.compiler.rewriting.rewrite(gm, regions, opts, training=True)
     # calibration is about gradients: what is only evaluated is placed by the policy's list
     _, plan = amp_fx.compiler.rewriting.rewrite(gm, regions, opts)
-    assert any(row.dtype is torch.bfloat16 for row in plan.nodes)
+    assert {row.dtype for row in plan.nodes} == {torch.bfloat16}
