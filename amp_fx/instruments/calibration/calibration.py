@@ -103,8 +103,8 @@ class Calibration:
             for name, policy in _KNOWN.items()
         }
         if self.sensitivity.level:
-            # the policy below 16 bits by itself: what is low as autocast has it, or nothing
-            base = replace(plain, policy=replace(self._opts.policy, rules=()))
+            # the policy below 16 bits by itself, of what was measured: what is low as autocast has it, or nothing
+            base = replace(plain, policy=_KNOWN["autocast"])
             plans = [graph.plan(replace(base, profile=graph.wide or "off")) for graph in self._graphs]
             own = self._by_limit[NEVER]
             own.write(plans, own.by_policy(own.placed(plans)))

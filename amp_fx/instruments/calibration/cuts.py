@@ -224,6 +224,10 @@ class Cuts:
         below: list[Sides] = [dict.fromkeys(problem.unary, LOW) for problem in problems]
         if self.is_timed:
             below = choose_all([Priced(problem) for problem in problems], 0.0).placement
+        graphs = (graph.calls for graph in self._sensitivity.graphs)
+        known = ({(row.name, role) for row in calls for role in row.roles} for calls in graphs)
+        pairs = zip(below, known, strict=True)
+        below = [{var: at for var, at in sides.items() if var in names} for sides, names in pairs]
         return Placed(placed.sides, below, self._most)
 
     def write(self, plans: Sequence[Plan], placed: Placed) -> None:

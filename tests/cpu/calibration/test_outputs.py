@@ -16,6 +16,7 @@ from amp_fx.errors import AmpFxError, OptionsError, PlanError
 from amp_fx.precision.plans.sensitivity import Sensitivity
 from support.checks.below_16_bits import error, exact
 from support.models.small import Beyond, Parts
+from support.tracing.captured_graphs import known
 
 
 def images(seed: int) -> Tensor:
@@ -268,3 +269,15 @@ def test_bad_input_is_told_in_one_sentence(model: Any) -> None:
     ):
         with pytest.raises(kind, match=message):
             amp_fx.calibrate(model, images(0), **given)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("rule", "below"), [("a", ["b"]), ("a|b|c", []), ("none", ["a", "b"])])
+def test_a_calibration_prints_whatever_rules_keep_out_of_the_level(rule: str, below: list[str]) -> None:
+    linears = {name: nn.Linear(32, 32) for name in "abc"}
+    policy = {"base": "int8", "rules": [{"module": rule, "precision": "fp32"}]}
+    chain = Parts(lambda m, x: m.c(m.b(m.a(x).relu()).relu()), **linears).eval()
+    cal = amp_fx.calibrate(chain, torch.randn(16, 32), of="outputs", policy=policy, profile="off")
+    assert "int8" in str(cal)
+    rows = known(cal, "int8").plan.plans[0].nodes
+    # the last linear stays as it is
+    assert [row.module_path for row in rows if row.levels_below] == below
