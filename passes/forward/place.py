@@ -162,7 +162,7 @@ class Replay(Pass):
             if row is None or (
                 is_other and (label.op_class is OpClass.KEEP or in_place_target(node) is not None)
             ):
-                # what only hands on has no row, nor has what returns numbers of another kind: complex ones, comparisons
+                # the plan is not about it, or it only hands on, or returns complex numbers or comparisons
                 label.dtype = dtype_as_autocast(node, label)
                 continue
             pinned = label.pinned if label.result_dtype is None else None
