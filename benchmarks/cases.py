@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks import workloads
 from benchmarks.arms import ARMS, MODES, Arm
 from benchmarks.trained.models import MODELS
-from benchmarks.workloads import Build, Workload, build_workload
+from benchmarks.workloads import Build, BuildWhole, Workload, build_workload
 
 #: what convolves: the layout of its parameters makes a difference
 _CONVOLVING = (workloads.resnet, workloads.gan)
@@ -50,7 +50,7 @@ class Case:
     """
 
     mode: str
-    build: Build
+    build: Build | BuildWhole
     cpu: Sizes | None = None
     cuda: Sizes | None = None
     family: str = ""

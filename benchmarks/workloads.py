@@ -1,7 +1,6 @@
 """The models that are measured, at sizes where activations outweigh weights. Nothing is downloaded.
 
-Every workload computes its loss inside the compiled function or returns fp32, so that no arm alone has to widen its
-outputs to the dtype of the fp32 program: what is compared is the model, not its boundary.
+Every workload computes its loss inside the compiled function or returns fp32: no arm alone has to widen its outputs.
 """
 
 from __future__ import annotations
@@ -43,10 +42,12 @@ class Workload:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {}
 
-#: those whose models are of Hugging Face transformers
+#: of Hugging Face transformers
 OF_TRANSFORMERS = ("bert", "gpt2", "llama", "llama_eager", "resnet", "t5", "vit")
 
-Build = Callable[..., "tuple[nn.Module, Batch] | Workload"]
+Build = Callable[..., tuple[nn.Module, Batch]]
+#: with batches beside the one that is timed
+BuildWhole = Callable[..., Workload]
 
 
 def make(name: str) -> Workload:
@@ -54,7 +55,7 @@ def make(name: str) -> Workload:
     return WORKLOADS[name]()
 
 
-def build_workload(name: str, build: Build, **sizes: int) -> Workload:
+def build_workload(name: str, build: Build | BuildWhole, **sizes: int) -> Workload:
     """Builds a model of any size; the same weights each time, whatever was drawn before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

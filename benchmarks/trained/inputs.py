@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ def crops(count: int, size: int, seed: int) -> Tensor:
 
 def voice(seconds: float, seed: int) -> NDArray[np.float32]:
     """A sung vowel: pulses with vibrato and a glide, through three formants, with a little noise."""
-    from scipy.signal import lfilter
+    lfilter: Any = importlib.import_module("scipy.signal").lfilter
 
     g = np.random.default_rng(seed)
     t = np.arange(int(seconds * RATE)) / RATE
@@ -73,8 +74,7 @@ def mel(wave: NDArray[np.float32], channels: int) -> Tensor:
 
 def sentences() -> list[str]:
     """Paragraphs about data sets and first lines of documentation, in a random order, the same each time."""
-    import sklearn.datasets as data
-
+    data: Any = importlib.import_module("sklearn.datasets")
     loads = (data.load_iris, data.load_wine, data.load_breast_cancer, data.load_diabetes, data.load_digits)
     texts = [text for load in loads for text in re.split(r"\n\s*\n", load().DESCR)]
     for name in ("json", "re", "random", "statistics", "datetime", "asyncio", "socket", "threading", "csv"):

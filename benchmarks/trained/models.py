@@ -255,7 +255,8 @@ class _Energy(nn.Module):
             atomic_numbers, bond_bases_ag, bond_bases_bg, angle_bases, batched_atom_graph, batched_bond_graph,
             atom_owners, directed2undirected, *of_forces,
         )  # fmt: skip
-        return self.net._compute(graph)["e"]
+        compute: Any = self.net._compute
+        return compute(graph)["e"]
 
 
 def _same_class(exact: Tensor, found: Tensor) -> Mapping[str, float]:

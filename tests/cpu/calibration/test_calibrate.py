@@ -202,7 +202,7 @@ def test_fp16_where_autocast_overflows_has_a_finite_plan(most: float) -> None:
     batch = torch.randn(128, 64), torch.randn(128)
     cal = amp_fx.calibrate(hot, batch, dtype="float16", scale=1024.0, profile="off")
     assert math.isinf(known(cal, "autocast").error)
-    autocast = {"policy": "autocast", "profile": "off", "dtype": "float16"}
+    autocast: Any = {"policy": "autocast", "profile": "off", "dtype": "float16"}
     assert not torch.compile(hot, backend="amp_fx", options=autocast)(*batch).isfinite()
     plan = cal.plan()
     assert plan.point.error < 1e-2

@@ -266,10 +266,9 @@ def test_what_torch_calls_after_a_step_goes_with_the_last_weight() -> None:
     # graphs of other tests
     gc.collect()
     parameters = new_weights()
-    before = AFTER_STEP.listeners
     copies = copies_for(4)
     copies.of(parameters)
-    assert len(AFTER_STEP.listeners) == len(before) + 1
+    assert [each for each in AFTER_STEP.listeners if each.__module__ == changes.__name__]
     del parameters
     torch.optim.SGD([nn.Parameter(torch.ones(2))]).step()
-    assert AFTER_STEP.listeners == before
+    assert not [each for each in AFTER_STEP.listeners if each.__module__ == changes.__name__]
