@@ -42,11 +42,9 @@ class Workload:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {}
 
-#: of Hugging Face transformers
 OF_TRANSFORMERS = ("bert", "gpt2", "llama", "llama_eager", "resnet", "t5", "vit")
 
 Build = Callable[..., tuple[nn.Module, Batch]]
-#: with batches beside the one that is timed
 BuildWhole = Callable[..., Workload]
 
 
