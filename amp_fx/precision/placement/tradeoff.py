@@ -16,7 +16,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from amp_fx.precision.placement.cut import HIGH, Var
@@ -26,8 +26,8 @@ from amp_fx.precision.placement.priced import Choice, Priced, Sides, choice_of, 
 MINIMISED = TIME, BYTES = "time", "bytes"
 #: halves that are searched: so many, and fewer where they have more variables together than that
 HALVES, _VARIABLES = 100, 5_000
-#: problems with more variables are solved up to this share of what the cheapest placement gains over the most exact one
-_LARGE, _NEAR = 30, 1e-3
+#: problems of more variables are solved up to such a share of what the cheapest placement gains over the most exact one
+LARGE, NEAR = 30, 1e-3
 
 T = TypeVar("T")
 
@@ -109,54 +109,39 @@ def within(parts: Sequence[Priced], limit: float, known: Sequence[Sides] | None 
     goals = [choice_of(parts, known)] if known is not None and is_known else []
     best: Placement | None = None
     count = itertools.count()
-    #: (bound, number, pins, corners by weight, the one beyond the limit, the one within it)
-    halves: list[tuple[float, int, list[dict[Var, bool]], dict[float, Placement], Placement, Placement]] = []
+    #: (bound, number, pins, the corner beyond the limit, the one within it)
+    halves: list[tuple[float, int, list[dict[Var, bool]], Placement, Placement]] = []
 
-    def look(pins: list[dict[Var, bool]], solved: Mapping[float, Placement]) -> Placement | None:
-        """Finds the corners around the limit where some variables have given sides; the best placement so far.
-
-        ``solved`` are the corners where fewer variables have: those that have the sides are corners here, too.
-        """
-        corners = {weight: each for weight, each in solved.items() if _has(each, pins)}
-
-        def corner(weight: float) -> Placement:
-            if weight not in corners:
-                corners[weight] = choose_all(parts, weight, pins)
-            return corners[weight]
-
-        beyond, inside = bracket(corner, limit)
+    def look(pins: list[dict[Var, bool]]) -> Placement | None:
+        """Finds the corners around the limit where some variables have given sides; the best placement so far."""
+        beyond, inside = bracket(lambda weight: choose_all(parts, weight, pins), limit)
         found = [inside]
         if beyond is not None and inside.sensitivity <= limit:
             found += [_towards(parts, limit, beyond, goal) for goal in (inside, *goals)]
             slope = (inside.time - beyond.time) / (beyond.sensitivity - inside.sensitivity)
             bound = beyond.time + slope * (beyond.sensitivity - limit)
-            heapq.heappush(halves, (bound, next(count), pins, corners, beyond, inside))
+            heapq.heappush(halves, (bound, next(count), pins, beyond, inside))
         fitting = [each for each in (best, *found) if each is not None and each.sensitivity <= limit]
         return min(fitting, key=lambda each: (each.time, each.sensitivity), default=None)
 
-    best = look([{} for _ in parts], {})
+    best = look([{} for _ in parts])
     if best is None:
         return choose_all(parts, math.inf)
     size = sum(len(part.base.variables()) for part in parts)
     # times are whole numbers
     near = 1.0
-    if halves and size > _LARGE:
-        ends = halves[0][3]
-        near += _NEAR * (ends[math.inf].time - ends[0.0].time)
+    if halves and size > LARGE:
+        near = max(near, NEAR * (choose_all(parts, math.inf).time - choose_all(parts, 0.0).time))
     for _ in range(min(HALVES, _VARIABLES // (size + 1))):
         if not halves or halves[0][0] > best.time - near:
             break
-        _, _, pins, corners, beyond, inside = heapq.heappop(halves)
+        _, _, pins, beyond, inside = heapq.heappop(halves)
         at, var = _dearest(parts, beyond, inside)
         for side in (True, False):
-            pinned = [{**each, var: side} if part == at else each for part, each in enumerate(pins)]
-            best = look(pinned, corners) or best
+            best = (
+                look([{**each, var: side} if part == at else each for part, each in enumerate(pins)]) or best
+            )
     return best
-
-
-def _has(choice: Placement, pins: Sequence[Sides]) -> bool:
-    pairs = zip(choice.placement, pins, strict=True)
-    return all(sides.get(var, HIGH) is side for sides, each in pairs for var, side in each.items())
 
 
 def _dearest(parts: Sequence[Priced], beyond: Placement, inside: Placement) -> tuple[int, Var]:
