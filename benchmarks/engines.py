@@ -28,7 +28,9 @@ ALL_INT8 = {"base": "int8", "rules": [{"op": "linear", "precision": "int8"}]}
 
 def measured_plan(model: nn.Module, *batches: Batch) -> amp_fx.CalibratedPlan:
     """int8 with scales that are measured on the batches, whatever the error."""
-    return amp_fx.calibrate(model, list(batches), of="outputs", policy=ALL_INT8).plan(budget=100, verify=False)
+    return amp_fx.calibrate(model, list(batches), of="outputs", policy=ALL_INT8).plan(
+        budget=100, verify=False
+    )
 
 
 def documented_plan(model: nn.Module, *batches: Batch) -> amp_fx.CalibratedPlan:
