@@ -15,7 +15,7 @@ from support.models.spoiled_by_low_dtypes import OFF
 pytestmark = pytest.mark.slow
 
 
-def test_a_step_with_attention_by_products_holds_about_as_much_as_with_the_kernel() -> None:
+def test_a_step_with_attention_by_products_in_blocks_holds_little_more_than_with_the_kernel() -> None:
     torch.manual_seed(0)
     net, ids = GPT(layers=2, width=128, heads=4, vocab=128, length=256), torch.randint(128, (4, 257))
     peaks: list[int] = []
@@ -29,8 +29,8 @@ def test_a_step_with_attention_by_products_holds_about_as_much_as_with_the_kerne
 
         step()
         peaks.append(allocated_peak(step))
-    # a block of heads has a few values of each score at a time
-    assert peaks[0] <= 1.1 * peaks[1]
+    # a block of heads has three values of each score; Inductor has several blocks at once. In one block it is 1.7
+    assert peaks[0] <= 1.4 * peaks[1]
 
 
 def test_it_holds_at_most_half_as_much_again_as_a_training_step_in_fp32(without_inductor: None) -> None:
