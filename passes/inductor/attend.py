@@ -46,7 +46,7 @@ class Attend(Pass):
         low = torch.ops.prims.convert_element_type.default(probabilities, torch.bfloat16)
         out = torch.ops.aten.bmm.default(low, v)                      # bf16[8, 64, 32], viewed as [1, 8, 64, 32]
 
-    The backward keeps what the kernel keeps: operands, ``out`` and the logarithm of the sum of each row. It computes
+    The backward keeps what the kernel keeps: operands, ``out`` and statistics of each row. It computes
     probabilities again, in fp32 as in the kernel, and rounds gradients of scores once.
     :class:`amp_fx.passes.forward.choose_attention.ChooseAttention` has marked the calls on the captured graph.
     """
@@ -98,13 +98,13 @@ def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_onc
             if len(shape) < 3 or shape[-3] == 1:
                 # all heads have the same, which would be worked out for each score, twice
                 write_as_it_is(mask)
-        log_sums, out = write.trace(
+        statistics, out = write.trace(
             products, query, key, value, *masks, **how, like=flash.meta["val"][0]
         )  # fmt: skip
     made = {(flash, 0): out}
     for backward in backwards:
         with write.before(backward):
-            operands = *args_of(backward)[:4], log_sums, out, *masks
+            operands = *args_of(backward)[:4], statistics, out, *masks
             of_operands = write.trace(gradients, *operands, **how, like=backward.meta["val"])
         made |= {(backward, at): node for at, node in enumerate(of_operands)}
     for (call, at), node in made.items():
@@ -120,11 +120,12 @@ def products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
     *, scale: float, is_causal: bool, low_scores: bool, at_once: int | None, like: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention, to be traced: each row's logarithm of the sum of exponentials, and what the kernel returns.
+    """Attention, to be traced: statistics of each row, and what the kernel returns.
 
     Operands are ``[batch, heads, rows, width]``. Query and key are in fp32 where the query is a single one; one head of
-    key and value may be for several of the query. The logarithms are ``[batch * heads, rows, 1]`` in fp32. ``at_once``
-    are the scores of a block of heads, None: all; ``like`` has the kernel's result.
+    key and value may be for several of the query. The statistics, ``[batch * heads, rows, 2]`` in fp32,
+    are the largest score and 1 over the sum of exponentials of what is below it. ``at_once`` are the scores of a block
+    of heads, None: all; ``like`` has the kernel's result.
     """
     heads = query.shape[1]
     operands = [_matrices(each, heads) for each in (query, key, value)]
@@ -132,8 +133,8 @@ def products(
     sums, outs = [], []
     for q, k, v, *masks in _blocks(operands, at_once):
         scores = _scores(q, k.mT, low_scores)
-        probabilities, log_sums = _softmax(scores, *masks, scale=scale, is_causal=is_causal)
-        sums.append(log_sums)
+        probabilities, statistics = _softmax(scores, *masks, scale=scale, is_causal=is_causal)
+        sums.append(statistics)
         outs.append(torch.bmm(probabilities.to(v.dtype), v))
     return _joined(sums), _laid_out(_joined(outs), like)
 
@@ -141,7 +142,7 @@ def products(
 def _softmax(
     scores: Tensor, mask: Tensor | None = None, *, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities, zeros for a query from which all keys are masked, as the kernel has them; logarithms of sums."""
+    """Probabilities, zeros for a query from which all keys are masked, as the kernel has them; statistics of rows."""
     # Inductor looks for a scale in front of a softmax, and would keep a way for scores that are not finite
     is_late = mask is None and scale > 0
     scores = scores if is_late else scores * scale
@@ -157,33 +158,36 @@ def _softmax(
     total = exp.sum(-1, keepdim=True)
     # 1 or more where a key is seen
     total = total if mask is None else total.clamp(min=1)
-    return exp * total.reciprocal(), (largest * scale if is_late else largest) + total.log()
+    # apart: the logarithm of the sum would be lost beside the largest of a row that a mask of finite numbers hides
+    shares = total.reciprocal()
+    return exp * shares, torch.cat([largest * scale if is_late else largest, shares], -1)
 
 
 def gradients(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, log_sums: Tensor, out: Tensor,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, statistics: Tensor, out: Tensor,
     mask: Tensor | None = None,
     *, scale: float, is_causal: bool, low_scores: bool, at_once: int | None, like: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of query, key and value, to be traced; ``log_sums`` and ``out`` are :func:`products`'s.
+    """The gradients of query, key and value, to be traced; ``statistics`` and ``out`` are :func:`products`'s.
 
     Probabilities are computed again, with a row for each key: a call that stands in the forward, too, would be one with
     that of the forward, and its result would be kept.
     """
     heads = query.shape[1]
     operands = [_matrices(each, heads) for each in (query, key, value, gradient)]
-    row = (gradient.float() * out.float()).sum(-1).view(log_sums.shape)
-    operands += [log_sums, row] if mask is None else [log_sums, row, _mask(mask, query, key)]
+    row = (gradient.float() * out.float()).sum(-1).view(*statistics.shape[:2], 1)
+    operands += [statistics, row] if mask is None else [statistics, row, _mask(mask, query, key)]
     # three values are there of each score, where the forward has one
     at_once = None if at_once is None else at_once // 3
     made: list[list[Tensor]] = [[], [], []]
-    for q, k, v, g, sums, total, *masks in _blocks(operands, at_once):
+    for q, k, v, g, of_rows, total, *masks in _blocks(operands, at_once):
         scores = _scores(k, q.mT, low_scores) * scale
         scores = scores if not masks else scores + masks[0].mT
         if is_causal:
             rows, columns = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
             scores = scores.where(rows[:, None] <= columns, -math.inf)
-        probabilities = (scores - sums.mT).exp()
+        largest, shares = of_rows.mT.split(1, -2)
+        probabilities = (scores - largest).exp() * shares
         of_value = torch.bmm(probabilities.to(v.dtype), g)
         of_scores = (probabilities * (_exact_product(v, g.mT) - total.mT) * scale).to(v.dtype)
         for parts, part in zip(

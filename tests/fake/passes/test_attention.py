@@ -145,6 +145,18 @@ def test_a_row_in_which_all_is_masked_is_zero_as_the_kernel_has_it() -> None:
         torch.testing.assert_close(got, flash, rtol=3e-2, atol=3e-2)
 
 
+def test_a_row_that_finite_numbers_hide_counts_all_keys_alike_in_the_backward_too() -> None:
+    args = [heads(1, 2, 8, 16).bfloat16().float().requires_grad_() for _ in range(3)]
+    mask = torch.zeros(8, 8)
+    mask[3] = -1e9
+    _, ours = run(by_rule("products"), *args, mask)
+    # so large a number leaves no digit of a score in fp32: all keys of that row count alike, as for a query of zeros
+    query = args[0].detach().clone()
+    query[:, :, 3] = 0
+    wanted = exact(query.requires_grad_(), *args[1:])
+    assert max(error([ours[3]], [wanted[3]])) < 0.02
+
+
 def test_a_plan_is_followed_in_what_computes_attention() -> None:
     args = [heads(1, 2, 64, 16).requires_grad_() for _ in range(3)]
     with amp_fx.record() as recording:
