@@ -6,9 +6,11 @@ sum of terms of one variable, or of two in a submodular way, so that a cut stays
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -76,7 +78,9 @@ class Priced:
         finite = [term.sensitivity for term in terms if math.isfinite(term.sensitivity)]
         self._smallest = max(finite, default=1.0) * 1e-12
         self._shared_of = _by_variable((term, (*term.readers, term.value)) for term in problem.shared)
-        self._terms_of = _by_variable((term, (term.var, term.against)) for term in terms)
+        self._terms_of = _by_variable((term, _pair(term)) for term in terms)
+        #: pins -> weights, ascending, each with its placement
+        self._solved: dict[frozenset[tuple[Var, bool]], list[tuple[float, Sides]]] = {}
         self._start = 0
         self._start = self.time({}) if relative else 0
 
@@ -85,8 +89,44 @@ class Priced:
 
         ``weight`` is the time that a squared relative error of 1 is worth; infinite: the least sensitivity.
         """
-        sides = solve(self.problem(weight, pins))
+        sides = dict(pins)
+        for island, names in self._islands:
+            sides.update(island._sides(weight, {var: side for var, side in pins.items() if var in names}))
         return Choice(self.time(sides), self.sensitivity(sides), sides)
+
+    @functools.cached_property
+    def _islands(self) -> list[tuple[Priced, Set[Var]]]:
+        """The variables by terms and constraints that they have in common: each part is solved by itself."""
+        ties: nx.Graph = nx.Graph(self.base.implies)
+        ties.add_nodes_from(self.base.variables())
+        for names in (*((term.value, *term.readers) for term in self.base.shared), *map(_pair, self.terms)):
+            nx.add_path(ties, [var for var in names if var is not None])
+        islands = [*nx.connected_components(ties)]
+        number = {var: at for at, names in enumerate(islands) for var in names}
+        problems, terms = [Problem() for _ in islands], [list[SensitivityTerm]() for _ in islands]
+        for name in ("unary", "pins", "preferred"):
+            for var, given in getattr(self.base, name).items():
+                getattr(problems[number[var]], name)[var] = given
+        for shared in self.base.shared:
+            if shared.readers:
+                problems[number[shared.readers[0]]].shared.append(shared)
+        for pair in self.base.implies:
+            problems[number[pair[0]]].implies.append(pair)
+        for term in self.terms:
+            terms[number[term.var]].append(term)
+        rows = zip(problems, terms, islands, strict=True)
+        return [(Priced(problem, found, self._scale), names) for problem, found, names in rows]
+
+    def _sides(self, weight: float, pins: Sides) -> Sides:
+        """The placement of one island. One that is the best for two weights is for all between them."""
+        known = self._solved.setdefault(frozenset(pins.items()), [])
+        at = bisect.bisect_left(known, weight, key=lambda each: each[0])
+        near = known[max(at - 1, 0) : at + 1]
+        if any(each[0] == weight for each in near) or (len(near) == 2 and near[0][1] == near[1][1]):
+            return near[-1][1]
+        sides = solve(self.problem(weight, pins))
+        known.insert(at, (weight, sides))
+        return sides
 
     def problem(self, weight: float, pins: Sides = MappingProxyType({})) -> Problem:
         """The quantity that :meth:`choose` minimises."""
@@ -159,6 +199,10 @@ def choice_of(parts: Sequence[Priced], sides: Sequence[Sides]) -> Choice[list[Si
     pairs = list(zip(parts, sides, strict=True))
     time = sum(part.time(each) for part, each in pairs)
     return Choice(time, sum(part.sensitivity(each) for part, each in pairs), list(sides))
+
+
+def _pair(term: SensitivityTerm) -> tuple[Var | None, ...]:
+    return term.var, term.against
 
 
 def _by_variable(rows: Iterable[tuple[T, tuple[Var | None, ...]]]) -> dict[Var, list[T]]:
