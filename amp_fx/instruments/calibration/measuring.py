@@ -36,7 +36,7 @@ from amp_fx.graphs.values import (
     storages_written_in,
     tensors,
 )
-from amp_fx.instruments.calibration.meter import Key, Meter
+from amp_fx.instruments.calibration.meter import Key, Meter, Rounding
 from amp_fx.instruments.calibration.operands import attend, convolve, multiply
 from amp_fx.passes.levels.quantise_matmuls import additions_of, is_convolved
 from amp_fx.precision.plans.label import Label, label_of
@@ -56,6 +56,9 @@ def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[An
 
     def followed(value: Any) -> Any:
         """The meter learns whether what a graph returns reaches what is judged."""
+        if meter.ranges is not None and isinstance(value, Tensor) and value.is_floating_point():
+            # as where it is observed: of an input that needs no gradient, Dynamo makes another graph
+            return value.detach().requires_grad_()
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         value = value.view_as(value)
@@ -64,7 +67,7 @@ def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[An
         return value
 
     # where a derivative jumps, outputs do not
-    with torch.enable_grad():
+    with torch.set_grad_enabled(meter.ranges is None):
         return tree_map(followed, _Measured(gm, meter, graph, {}).run(*args))
 
 
@@ -81,6 +84,7 @@ class _Measured(fx.Interpreter):
         self._written = storages_written_in(gm.graph)
         #: where the sensitivity of a value, for all who read it, is added up
         self._keys: dict[fx.Node, Key] = {}
+        self._roundings: dict[fx.Node, Rounding] = {}
         #: values whose gradient the program itself asks for
         self._differentiable: set[fx.Node] = set()
 
@@ -115,8 +119,12 @@ class _Measured(fx.Interpreter):
             return result
         result = result.view_as(result)
         self._keys[n] = key
-        self._meter.observe(result, key)
+        self._observe(result, key, n)
         return result
+
+    def _observe(self, alias: Tensor, key: Key, n: fx.Node) -> None:
+        """Observes a value by an alias."""
+        self._roundings[n] = self._meter.observe(alias, key, self._roundings.get(n))
 
     def _known_of_view(self, n: fx.Node, label: Label, result: Tensor) -> Key | None:
         """Where the sensitivity of a view's base is known: a view that repeats no element has the same."""
@@ -127,6 +135,12 @@ class _Measured(fx.Interpreter):
 
     def _call(self, n: fx.Node, label: Label | None, args: Any, kwargs: Any) -> Any:
         """Runs a call so that it can be differentiated twice; fused kernels of attention cannot."""
+        if (ranges := self._meter.ranges) is not None:
+            if label is not None and (linear := self._may_run_below(n, label)):
+                ranges.observe((self._graph, label.name), args[linear.input])
+            elif label is not None and self._convolves_below(n, label):
+                ranges.observe((self._graph, label.name), args[0])
+            return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         if label is not None and n.target is aten.scaled_dot_product_attention.default:
             return _laid_out(attend(self._meter, (self._graph, label.name), *args, **kwargs), n.meta["val"])
         if sigma := self._noise_of.get(n):
@@ -175,7 +189,9 @@ class _Measured(fx.Interpreter):
         """True where an operand is observed. Of outputs, one that is written to before and after is, as it is then."""
         value = self.env[operand] if isinstance(operand, fx.Node) else None
         if value is not None and self._meter.of_outputs:
-            return isinstance(value, Tensor) and value.dtype is torch.float32 and value.requires_grad
+            is_wide = isinstance(value, Tensor) and value.dtype is torch.float32
+            # nothing is differentiated where ranges are looked for
+            return is_wide and (value.requires_grad or self._meter.ranges is not None)
         return value is not None and self._is_observed(operand, value)
 
     def _aliases(self, n: fx.Node, label: Label) -> dict[fx.Node, Tensor]:
@@ -190,7 +206,7 @@ class _Measured(fx.Interpreter):
                 self._meter.share(key, self._keys[source])
                 continue
             found[source] = value.view_as(value)
-            self._meter.observe(found[source], key)
+            self._observe(found[source], key, source)
         return found
 
     def _may_be_rounded(self, n: fx.Node, value: Any) -> bool:

@@ -16,16 +16,17 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from amp_fx.errors import AmpFxError
-from amp_fx.instruments.calibration.ranges import Ranges, sample_stride
+from amp_fx.instruments.calibration.ranges import Ranges, extremes, sample_stride, sampled
+from amp_fx.instruments.reports.advice import FUSED_LAYER, UNFUSED
 from amp_fx.instruments.step import Step, loss_of
-from amp_fx.precision.plans.sensitivity import INPUT, CallSensitivity, ReadSensitivity
-from amp_fx.precision.policy.levels import Level
+from amp_fx.precision.plans.sensitivity import INPUT, MEASURED, CallSensitivity, ReadSensitivity
+from amp_fx.precision.policy.levels import FORWARD, Level
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,14 @@ RoleKey = tuple[int, str, str, str]
 _NO_DERIVATIVE = "not implemented", "does not support", "no autograd formula was registered"
 
 K = TypeVar("K", bound=Hashable)
+
+
+class Rounding(NamedTuple):
+    """What rounding does to a value, see :meth:`Meter.rounding`; and whether that makes a finite element infinite."""
+
+    error: Tensor
+    stride: int
+    overflows: bool
 
 
 @dataclass
@@ -81,18 +90,25 @@ class Meter:
         """Where the sensitivity of a key is added up."""
         return self._shared.get(key, key)
 
-    def observe(self, value: Tensor, key: Key) -> None:
-        """Measures what rounding costs here; ``value`` has to be an alias of its own."""
-        self.observe_value(value, key)
-        self.observe_gradient(value, key)
+    def observe(self, value: Tensor, key: Key, rounding: Rounding | None = None) -> Rounding:
+        """Measures what rounding costs here; ``value`` has to be an alias of its own.
 
-    def observe_value(self, value: Tensor, key: Key) -> None:
+        ``rounding``: that of another alias of the value; returns it for the next.
+        """
+        rounding = self.observe_value(value, key, rounding)
+        self.observe_gradient(value, key)
+        return rounding
+
+    def observe_value(self, value: Tensor, key: Key, rounding: Rounding | None = None) -> Rounding:
         """Measures what rounding the value costs."""
-        error, stride = self.rounding(value)
-        self.weigh(value, self.values, key, error, stride)
-        largest = torch.linalg.vector_norm(value.detach(), math.inf) if value.numel() else torch.zeros(())
-        if largest.isfinite() and largest.to(self.low).isinf():
+        if rounding is None:
+            largest = max(map(abs, extremes(value.detach()))) if value.numel() else 0.0
+            overflows = math.isfinite(largest) and bool(torch.tensor(largest).to(self.low).isinf())
+            rounding = Rounding(*self.rounding(value), overflows)
+        self.weigh(value, self.values, key, rounding.error, rounding.stride)
+        if rounding.overflows:
             self.values[key] = math.inf
+        return rounding
 
     def observe_gradient(self, value: Tensor, key: Key) -> None:
         """Measures what rounding the gradient of the value costs."""
@@ -131,7 +147,7 @@ class Meter:
         Errors are kept in bf16, whose range is that of fp32: there are many of them.
         """
         stride = sample_stride(value.shape)
-        sample = value.detach().reshape(-1)[::stride]
+        sample = sampled(value.detach(), stride)
         error = (sample * scale).to(self.low).to(sample.dtype).div_(scale).sub_(sample)
         return error.to(torch.bfloat16), stride
 
@@ -140,7 +156,7 @@ class Meter:
         if not bool(error.isfinite().all()):
             table[key] = math.inf
             return
-        change = sensitivity.detach().reshape(-1)[::stride] * error
+        change = sampled(sensitivity.detach(), stride) * error
         table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * stride * self.weight
 
     def rows(self, graph: int) -> list[CallSensitivity]:
@@ -163,7 +179,7 @@ class Meter:
                 row = found.setdefault(name, CallSensitivity(name))
                 row.roles.setdefault(role, {})[operand] = _finite(sensitivity)
         for (number, name), scale in self.scales.items():
-            if number == graph:
+            if (number, name, FORWARD, MEASURED) in self.roles and number == graph:
                 found.setdefault(name, CallSensitivity(name)).scales[INPUT] = scale
         return list(found.values())
 
@@ -261,8 +277,10 @@ def _differentiable(meter: Meter) -> Iterator[None]:
                 f"{lines}. Make a new value there: x = x + y, not x += y."
             ) from error
         if any(text in str(error) for text in _NO_DERIVATIVE):
+            remedy = "" if meter.of_outputs else " of='outputs' needs one derivative less."
+            if FUSED_LAYER in str(error):
+                remedy = f" Such layers of torch's are one op when they evaluate; {UNFUSED}."
             raise AmpFxError(
-                f"the model cannot be differentiated as often as calibrate needs: {str(error).rstrip('.')}."
-                + ("" if meter.of_outputs else " of='outputs' needs one derivative less.")
+                f"the model cannot be differentiated as often as calibrate needs: {str(error).rstrip('.')}.{remedy}"
             ) from error
         raise

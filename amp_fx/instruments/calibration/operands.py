@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from amp_fx.instruments.calibration.meter import Meter
-from amp_fx.instruments.calibration.ranges import CallId, requantised, sample_stride
+from amp_fx.instruments.calibration.ranges import CallId, requantised, sample_stride, sampled
 from amp_fx.precision.plans.sensitivity import MEASURED, PROBABILITIES, RESULT, SCORES
 from amp_fx.precision.policy.levels import FORWARD, INPUT, WEIGHT, Level, Scale
 from amp_fx.precision.policy.scaled import run, scale_of, scaled
@@ -121,12 +121,10 @@ def convolve(
 
 
 def _read_measured(meter: Meter, call_id: CallId, alias: Tensor) -> Tensor:
-    """Observes what reading a value costs by the scale that was measured for it, or the values for such a scale."""
-    if meter.ranges is not None:
-        meter.ranges.observe(call_id, alias.detach())
-    elif call_id in meter.scales:
+    """Observes what reading a value costs by the scale that was measured for it."""
+    if call_id in meter.scales:
         stride = sample_stride(alias.shape)
-        sample = alias.detach().reshape(-1)[::stride]
+        sample = sampled(alias.detach(), stride)
         error = (requantised(sample, meter.scales[call_id]) - sample).to(torch.bfloat16)
         meter.weigh(alias, meter.roles, (*call_id, FORWARD, MEASURED), error, stride)
     return alias
@@ -180,7 +178,7 @@ def scaled_error(value: Tensor, dtype: torch.dtype, level: Level, *, in_rows: bo
     sample = matrix.reshape(-1)[::stride]
     row, column = places // matrix.shape[1], places % matrix.shape[1]
     if level.scale is Scale.WHOLE:
-        largest = torch.linalg.vector_norm(matrix, math.inf).expand(places.shape)
+        largest = matrix.abs().amax().expand(places.shape)
     elif in_rows:
         largest = _largest(matrix, level.block, row, column)
     else:
@@ -196,7 +194,7 @@ def scaled_error(value: Tensor, dtype: torch.dtype, level: Level, *, in_rows: bo
 def _largest(matrix: Tensor, block: int | None, row: Tensor, column: Tensor) -> Tensor:
     """The largest magnitude in the row, or in its block, of elements."""
     if block is None:
-        return torch.linalg.vector_norm(matrix, math.inf, 1)[row]
+        return matrix.abs().amax(1)[row]
     # what a block does not divide stays low; its last block is measured as if zeros filled it up
     blocks = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % block)).unflatten(1, (-1, block))
-    return torch.linalg.vector_norm(blocks, math.inf, 2)[row, column // block]
+    return blocks.abs().amax(2)[row, column // block]

@@ -23,6 +23,9 @@ from amp_fx.precision.policy import OpClass, Policy
 #: the kinds of advice about code that never became a graph, what it multiplies in fp32, a rule that matches nothing,
 #: and a baseline that fails
 NOT_COMPILED, OUTSIDE, UNUSED_RULE, NO_AUTOCAST = "not compiled", "outside", "rule", "autocast"
+#: an encoder layer of torch's that evaluates as one op, and what makes it several
+FUSED_LAYER = "_transformer_encoder_layer_fwd"
+UNFUSED = "torch.backends.mha.set_fastpath_enabled(False), before the first call, has their parts compiled"
 #: namespaces whose ops multiply nothing, or have a formula
 _OF_TORCH = (*KNOWN_NAMESPACES, "rngprims", "_c10d_functional", "c10d_functional")
 #: tensor cores read operands in rows of 16 bytes
@@ -79,14 +82,13 @@ def advise(plans: Sequence[Plan]) -> list[Advice]:
 
 def _fused_layers(plans: Sequence[Plan]) -> list[Advice]:
     """Encoder layers of torch that evaluate as one op, in the dtype of their inputs."""
-    rows = [row for plan in plans for row in plan.nodes if row.op == "_transformer_encoder_layer_fwd"]
+    rows = [row for plan in plans for row in plan.nodes if row.op == FUSED_LAYER]
     if all(map(_is_low, rows)):
         return []
     text = (
         f"{len(rows)} nn.TransformerEncoderLayer run as one op of torch's, in fp32, as under torch.autocast"
     )
-    remedy = "torch.backends.mha.set_fastpath_enabled(False), before the first call, has their parts compiled"
-    return [Advice("fused layer", text, remedy=remedy)]
+    return [Advice("fused layer", text, remedy=UNFUSED)]
 
 
 def outside_advice(outside: Mapping[str, int], device: str, low: torch.dtype) -> list[Advice]:

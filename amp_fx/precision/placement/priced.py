@@ -10,7 +10,7 @@ import bisect
 import functools
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -95,7 +95,7 @@ class Priced:
         return Choice(self.time(sides), self.sensitivity(sides), sides)
 
     @functools.cached_property
-    def _islands(self) -> list[tuple[Priced, Set[Var]]]:
+    def _islands(self) -> list[tuple[Priced, Collection[Var]]]:
         """The variables by terms and constraints that they have in common: each part is solved by itself."""
         ties: nx.Graph = nx.Graph(self.base.implies)
         ties.add_nodes_from(self.base.variables())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -281,3 +282,16 @@ def test_a_calibration_prints_whatever_rules_keep_out_of_the_level(rule: str, be
     rows = known(cal, "int8").plan.plans[0].nodes
     # the last linear stays as it is
     assert [row.module_path for row in rows if row.levels_below] == below
+
+
+def test_layers_that_evaluate_as_one_op_are_measured_where_torch_takes_them_apart() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 8, 32)
+    with pytest.raises(AmpFxError, match=r"set_fastpath_enabled\(False\)"):
+        amp_fx.calibrate(model, x, of="outputs", profile="off")
+    with mock.patch.object(torch.backends.mha, "_is_fastpath_enabled", False):
+        found = amp_fx.calibrate(model, x, of="outputs", profile="off")
+        plan = found.plan()
+    assert sum(row.dtype is row.low for row in plan.plans[0].nodes if row.op == "linear") == 8
+    assert plan.measured is not None
+    assert 0.75 < plan.point.error / plan.measured < 1.33

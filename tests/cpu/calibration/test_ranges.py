@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import CalibratedPlan, Calibration
-from amp_fx.instruments.calibration.ranges import Ranges, fitted, requantised
+from amp_fx.instruments.calibration.ranges import Ranges, extremes, fitted, requantised, sampled
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.sensitivity import INPUT, MEASURED
 from support.models.calibrated import PROFILE, calibrated, compiled, images, wrong
@@ -41,6 +42,42 @@ def test_few_values_that_are_far_out_saturate_where_that_adds_less() -> None:
     # not where they are many, or far enough to count
     x[::16] *= 40
     assert fitted(x, *(each.item() for each in x.aminmax()))[0] > 10 * by_extremes
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("map_", [torch.relu, nn.functional.gelu, torch.exp, lambda x: x - 0.3, torch.round])
+def test_no_range_of_those_that_are_tried_has_a_smaller_error(
+    map_: Callable[[Tensor], Tensor], share: float
+) -> None:
+    """``share`` of the values are far out."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(40_000, generator=g)
+    x = map_(torch.where(torch.rand(40_000, generator=g) < share, 8 * x, x).clamp(-20, 20))
+    low, high = min(x.min().item(), 0.0), max(x.max().item(), 0.0)
+
+    def far(by: tuple[float, int]) -> float:
+        return (requantised(x, by) - x).square().sum().item()
+
+    tenths = [each / 10 for each in range(1, 11)]
+    ranges = [(low * a, high * b) for a in tenths for b in tenths]
+    scales = [((b - a) / 255, a) for a, b in ranges]
+    assert far(fitted(x, low, high)) <= min(far((scale, round(-a / scale))) for scale, a in scales) * 1.001
+
+
+def test_what_is_kept_of_a_value_is_a_copy() -> None:
+    ranges, x = Ranges(), torch.randn(64, 16)
+    ranges.observe((0, "call"), x)
+    [before] = ranges.scales().values()
+    x.mul_(1000)
+    assert [*ranges.scales().values()] == [before]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)])
+def test_a_value_is_sampled_in_the_order_of_its_dimensions_however_it_lies(order: tuple[int, ...]) -> None:
+    x = torch.randn(4, 9, 32, 8).permute(order)
+    assert extremes(x) == (x.min().item(), x.max().item())
+    for stride in (1, 7):
+        assert torch.equal(sampled(x, stride), x.flatten()[::stride])
 
 
 def test_every_linear_and_convolution_has_a_scale_and_what_it_adds(cal: Calibration) -> None:
