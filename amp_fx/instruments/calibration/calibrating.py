@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -26,6 +26,7 @@ from amp_fx.instruments.calibration.measuring import run_measured
 from amp_fx.instruments.calibration.meter import Meter, measure
 from amp_fx.instruments.calibration.ranges import Ranges
 from amp_fx.instruments.calibration.traced import MeasuredGraph, TargetGraph, read_matmuls
+from amp_fx.instruments.progress import progress
 from amp_fx.instruments.step import Step, apart
 from amp_fx.instruments.targets import find_target
 from amp_fx.instruments.targets.process import TargetProcess
@@ -170,31 +171,41 @@ class _Graphs:
             compiled = torch.compile(
                 steps[0].model, backend=lambda *given: self._backend(*given), dynamic=False
             )
-            scales = self._scales(steps, compiled)
-            for step in _progress(steps):
-                meter = Meter(
-                    self._low, scale, of_outputs=not self._training, level=self.level, scales=scales
-                )
-                self._meters.append(meter)
-                with compiling(step.model, step.call):
-                    measure(step, meter, compiled, probes)
+            is_ranged = self._reads_by_scales(steps[0].model)
+            with progress("calibrate", len(steps) * (1 + is_ranged)) as say:
+                scales = self._scales(steps, compiled, say) if is_ranged else {}
+                for step in steps:
+                    say("what roundings do")
+                    meter = Meter(
+                        self._low, scale, of_outputs=not self._training, level=self.level, scales=scales
+                    )
+                    self._meters.append(meter)
+                    with compiling(step.model, step.call):
+                        measure(step, meter, compiled, probes)
+                    say("what roundings do", 1)
         if not self.traced:
             raise AmpFxError(
                 "Dynamo made no graph that amp_fx rewrites; nothing was measured. "
                 "amp_fx.explain(model, *args) says why."
             )
 
-    def _scales(self, steps: Sequence[Step], compiled: Any) -> dict[tuple[int, str], tuple[float, int]]:
-        """Scales of what calls read in a level that has an implementation for such; in one forward of each step."""
-        device = "cuda" if self._process is not None else next(steps[0].model.parameters()).device.type
+    def _reads_by_scales(self, model: nn.Module) -> bool:
+        """True where the level has an implementation that reads by scales that were measured."""
+        device = "cuda" if self._process is not None else next(model.parameters()).device.type
         kernels = () if self.level is None else self.level.kernels
-        if not any(each.measured and each.device in (None, device) for each in kernels):
-            return {}
+        return any(each.measured and each.device in (None, device) for each in kernels)
+
+    def _scales(
+        self, steps: Sequence[Step], compiled: Any, say: Callable[..., None]
+    ) -> dict[tuple[int, str], tuple[float, int]]:
+        """Scales of what calls read; in one forward of each step."""
         ranges = Ranges()
         self._meters.append(Meter(self._low, 1.0, of_outputs=True, level=self.level, ranges=ranges))
+        say("ranges of values")
         for step in steps:
             with compiling(step.model, step.call), step.returned(compiled):
                 pass
+            say("ranges of values", 1)
         self._meters.pop()
         return ranges.scales()
 
@@ -268,15 +279,6 @@ def _each(batches: Any) -> list[Any]:
             f"batches should be a tuple, a mapping, a tensor or an iterable of them; got {type(batches).__name__}."
         )
     return list(batches)
-
-
-def _progress(steps: Sequence[Step]) -> Iterator[Step]:
-    """A bar where tqdm is installed and there is more than one batch."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return iter(steps)
-    return iter(tqdm(steps, desc="calibrate", unit="batch", disable=None if len(steps) > 1 else True))
 
 
 def _level(opts: Options, device: str, target: str | None, *, training: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from amp_fx.instruments.calibration.cuts import NEVER, Cuts, Placed
 from amp_fx.instruments.calibration.frontier import CalibratedPlan, Point, blame_lines, save_frontier
 from amp_fx.instruments.calibration.traced import MeasuredGraph
 from amp_fx.instruments.calibration.verifying import SLACK, Verifier
+from amp_fx.instruments.progress import progress
 from amp_fx.instruments.step import Step
 from amp_fx.precision.placement.level_cost import multiplies
 from amp_fx.precision.placement.priced import Choice
@@ -193,15 +194,16 @@ class Calibration:
                 "verify=False."
             )
         aim = one_of("minimise", MINIMISED, minimise)
-        with torch.enable_grad():
+        with torch.enable_grad(), progress("plan") as say:
+            say("prices and searches placements")
             if time is not None:
-                return self._finish(self._within_time(_positive("time", time)), None, verify, aim)
+                return self._finish(self._within_time(_positive("time", time)), None, verify, aim, say)
             if error is not None:
                 limit = _positive("error", error)
             else:
                 factor = 1.0 if budget in (None, "autocast") else _positive("budget", budget)
                 limit = factor * self.autocast_error
-            return self._finish(self._within(limit**2, aim), limit, verify, aim)
+            return self._finish(self._within(limit**2, aim), limit, verify, aim, say)
 
     def _within_time(self, time: float) -> Choice[Placed]:
         if not self.cuts.is_timed:
@@ -210,7 +212,9 @@ class Calibration:
         fitting = [corner for corner in corners if corner.time * 1e-12 <= time]
         return min(fitting, key=lambda corner: corner.sensitivity) if fitting else corners[0]
 
-    def _finish(self, chosen: Choice[Placed], limit: float | None, verify: bool, aim: str) -> CalibratedPlan:
+    def _finish(
+        self, chosen: Choice[Placed], limit: float | None, verify: bool, aim: str, say: Callable[..., None]
+    ) -> CalibratedPlan:
         """The plan of a placement, or of a stricter one where a compiled step misses the limit."""
         tried: list[tuple[float, float]] = []
         while True:
@@ -219,9 +223,13 @@ class Calibration:
             if not verify:
                 return found
             allowed = point.error if limit is None else limit
+            say("runs the model in float32 and float64")
             if doubt := self._verifier.doubt(allowed):
                 return replace(found, unverified=doubt)
+            say("compiles the model with the plan, and runs it")
             measured = self._verifier.error(found.plans)
+            # where that misses, others are compiled to say why, or stricter
+            say("looks at what the compiled model has found")
             if measured > SLACK * allowed and (doubt := self._verifier.doubt_compiled(allowed)):
                 return replace(found, unverified=doubt)
             found = replace(found, measured=measured)
