@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
-from amp_fx.graphs.calls import CAST, PROGRAM_CAST, is_cast, values_read
+from amp_fx.graphs.calls import CAST, PROGRAM_CAST, argument_value, is_cast, values_read
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
 from amp_fx.graphs.rewriter import Rewriter
@@ -179,7 +179,8 @@ class _CapturedQuantiser(Quantiser):
             with self._call.after(addition):
                 rounded = self._call(CAST, addition, dtype)
             addition.replace_all_uses_with(rounded, lambda reader, rounded=rounded: reader is not rounded)
-        pools = source.target is aten.max_pool2d.default
+        # Inductor's call of a pool in uint8 forgets that sizes are rounded up
+        pools = source.target is aten.max_pool2d.default and not argument_value(source, "ceil_mode")
         if pools and len((before := source.all_input_nodes[0]).users) == 1:
             with self._call.before(source):
                 made = self._rounded(before, scale)

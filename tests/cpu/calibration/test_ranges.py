@@ -230,6 +230,24 @@ def test_equal_blocks_that_are_compiled_apart_have_their_own_scales_whatever_was
         assert wrong(run(x), net, x) < 0.1
 
 
+@pytest.mark.quick_rows("3-2-0")
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 2, 0), (2, 2, 0), (3, 2, 1), (4, 3, 1), (5, 4, 2)]
+)
+def test_a_pool_whose_sizes_are_rounded_up_has_them_when_it_is_compiled(
+    kernel: int, stride: int, padding: int
+) -> None:
+    pool = nn.MaxPool2d(kernel, stride, padding, ceil_mode=True)
+    last = nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 1)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.PReLU(16), pool, *last).eval()
+    x = torch.randn(2, 3, 20, 24)
+    plan = calibrated(net, x).plan(budget=100, verify=False)
+    assert [row for row in plan.plans[0].nodes if row.op == "conv2d"][1].scales
+    with torch.inference_mode():
+        found = wrong(compiled(net, plan)(x), net, x)
+    assert plan.point.error / 1.3 < found < plan.point.error * 1.3
+
+
 def test_a_convolution_with_a_weight_that_was_turned_stays_low(caplog: pytest.LogCaptureFixture) -> None:
     parts = {"kernel": nn.Conv2d(8, 8, 3), "head": nn.Linear(8, 4)}
     turned = Parts(lambda m, x: m.head(nn.functional.conv2d(x, m.kernel.weight.mT).flatten(2).mT), **parts)
