@@ -66,7 +66,7 @@ def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[An
         value.register_hook(lambda _: meter.reached.add(graph))
         return value
 
-    # where a derivative jumps, outputs do not
+    # outputs do not jump where derivatives do, so that no ReLU is smoothed
     with torch.set_grad_enabled(meter.ranges is None):
         return tree_map(followed, _Measured(gm, meter, graph, {}).run(*args))
 
