@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[2]
 FLOORS = (
     ("amp_fx.runtime.state",),
     ("amp_fx._torch", "amp_fx.errors"),
-    ("amp_fx.compiler.notices", "amp_fx.instruments.batches", "amp_fx.precision.policy"),
+    (
+        "amp_fx.compiler.notices",
+        "amp_fx.instruments.batches",
+        "amp_fx.instruments.progress",
+        "amp_fx.precision.policy",
+    ),
     ("amp_fx.graphs", "amp_fx.instruments.step"),
     ("amp_fx.precision.plans",),
     ("amp_fx.precision.placement", "amp_fx.runtime.weights", "amp_fx.runtime.widened", "amp_fx.viz"),

@@ -50,7 +50,7 @@ def test_what_shares_no_term_is_solved_apart_and_once_for_weights_between_two_th
     # chains of four, tied by copies or by what is rounded between
     pairs = [(a, b) for at, (a, b) in enumerate(itertools.pairwise(names)) if (at + 1) % 4]
     shared = [Shared(draw.randint(1, 900), LOW, (a,), b) for a, b in draw.sample(pairs, len(pairs) // 2)]
-    ties = [(a, b) for a, b in pairs if draw.random() < 0.2]
+    ties: list[tuple[Any, Any]] = [(a, b) for a, b in pairs if draw.random() < 0.2]
     problem = Problem({name: (draw.randint(20, 4000), 100) for name in names}, {}, shared, ties)
     terms = [SensitivityTerm(10 ** draw.uniform(-6, -2), LOW, name) for name in names]
     terms += [SensitivityTerm(10 ** draw.uniform(-6, -2), LOW, a, b) for a, b in pairs]
