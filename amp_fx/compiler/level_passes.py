@@ -22,6 +22,7 @@ from amp_fx.precision.placement.profile import DEVICE_TYPES, DeviceProfile
 from amp_fx.precision.plans.label import Reason
 from amp_fx.precision.plans.plan import NodePlan, Plan, with_choice
 from amp_fx.precision.plans.sensitivity import INPUT
+from amp_fx.precision.policy.forms import MOST_EXPONENT
 from amp_fx.precision.policy.levels import AUTO, FORWARD, LEVELS, Level, level_named, levels_of
 from amp_fx.viz.words import sentence
 
@@ -110,11 +111,13 @@ def planned_levels(
     if not planned:
         return None
     scales = tuple((name, _scale_in(row)) for name, row in rows.items() if row.scales)
+    equalisations = tuple((name, _exponents_in(row)) for name, row in rows.items() if row.equalisation)
     return PlaceLevels(
         None,
         device,
         planned=planned,
         scales=() if training else scales,
+        equalisations=() if training else equalisations,
         choice=opts.level,
         joint=training,
         keeps_weights=keeps_weights,
@@ -131,6 +134,17 @@ def _scale_in(row: NodePlan) -> tuple[float, int]:
             "a zero point from 0 to 255)}. Make a new plan with amp_fx.calibrate."
         )
     return found
+
+
+def _exponents_in(row: NodePlan) -> tuple[int, ...]:
+    """The exponents by which a call is equalised; PlanError for one whose power is no normal number in fp16."""
+    if any(abs(each) > MOST_EXPONENT for each in row.equalisation):
+        raise PlanError(
+            f"the plan equalises {row.name} ({row.op}) by exponents from {min(row.equalisation)} to "
+            f"{max(row.equalisation)}; valid are those from {-MOST_EXPONENT} to {MOST_EXPONENT}. Make a new plan with "
+            "amp_fx.calibrate."
+        )
+    return row.equalisation
 
 
 def _check(level: Level, opts: Options, device: str, matmuls: int) -> None:

@@ -122,7 +122,7 @@ def store_low(
             stored[path] = dtype_name(form)
         elif form is not None:
             level = LEVELS[form.level]
-            held = Unscaled(form, f"_{level.policy}_scale", in_rows=form.in_rows)
+            held = Unscaled(form, f"_{level.policy}_scale")
             done[key] = replace_by_pair(module, name, held, done.get(key))
             stored[path] = dtype_name(level.dtype)
     result = StoredLow(stored, tuple(path for path in own if path not in stored), before, _bytes(program))

@@ -6,7 +6,7 @@ again, or scaled again, reads the parameter as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from amp_fx.errors import WeightsError
 from amp_fx.graphs.calls import class_name
 from amp_fx.graphs.values import LOW_DTYPES
+from amp_fx.precision.policy.forms import ScaledRows
 
 
 class Widened(nn.Module):
@@ -36,18 +37,21 @@ class Unscaled(nn.Module):
 
     Args:
         made: what is held of a matrix: data (columns, contracted) and factors (columns, 1).
-        in_rows: True if the matrix is (columns, contracted), else it is the other way round.
         scale: what follows the matrix's name in that of its factors.
     """
 
-    def __init__(self, made: Callable[[Tensor], tuple[Tensor, Tensor]], scale: str, *, in_rows: bool) -> None:
+    def __init__(self, made: ScaledRows, scale: str) -> None:
         super().__init__()
-        self.made, self.scale, self.in_rows = made, scale, in_rows
+        self.made, self.scale = made, scale
+        self._powers = [2.0**-each for each in made.equalisation]
 
     def forward(self, data: Tensor, factors: Tensor) -> Tensor:
         """The values in fp32."""
         rows = data.to(torch.float32) * factors
-        return rows if self.in_rows else rows.t()
+        if self._powers:
+            # Dynamo traces no function of amp_fx
+            rows = rows * torch.tensor(self._powers, dtype=torch.float32, device=rows.device)
+        return rows if self.made.in_rows else rows.t()
 
     def right_inverse(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """The tensor that the module holds."""
@@ -96,11 +100,19 @@ def widenings(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op in calls and _is_widening(node)]
 
 
-def held_pair(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The matrix below 16 bits and the factors that a node of a captured graph is the product of, or None."""
+def held_pair(node: fx.Node, equalisation: tuple[int, ...]) -> tuple[fx.Node, fx.Node] | None:
+    """The matrix below 16 bits and the factors that a node of a captured graph is the product of, or None.
+
+    They are equalised by these exponents, or the node is no such product.
+    """
     if node.target is not torch.ops.aten.mul.Tensor or not _is_widening(node):
         return None
     wide, factors = node.all_input_nodes
+    powers = factors.args[0] if factors.target is torch.tensor else []
+    if powers != [2.0**-each for each in equalisation]:
+        return None
+    if powers:
+        wide, factors = wide.all_input_nodes
     return wide.all_input_nodes[0], factors
 
 

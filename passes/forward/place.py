@@ -24,10 +24,10 @@ from amp_fx.precision.policy.table import device_row
 #: what a call takes from its row in a plan
 _DECIDED = (
     "op_class", "reasons", "dtype", "takes", "own_dtype_slots", "pinned", "result_dtype", "computed_by", "hazard",
-    "levels", "scales",
+    "levels", "scales", "equalisation",
 )  # fmt: skip
 #: and where the row is that of another operator of its kind, which is called otherwise
-_OF_OTHERS = "reasons", "dtype", "levels", "scales"
+_OF_OTHERS = "reasons", "dtype", "levels", "scales", "equalisation"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from amp_fx.precision.policy.levels import LEVELS
 
 aten = torch.ops.aten
 
+#: names of a copy with scales, its factors, and what the values that it multiplies are multiplied by
+_BESIDE = "", "_scale", "_equalisation"
+
 
 @dataclass(frozen=True)
 class MarkCopies(Pass):
@@ -33,7 +36,7 @@ class MarkCopies(Pass):
     graph writes to, copies that it writes to, and copies that it returns, as the caller may keep those.
 
     1. casts to a low dtype.
-    2. copies with scales, and their factors (:class:`QuantiseMatmuls`).
+    2. copies with scales, their factors, and the powers by which values are equalised (:class:`QuantiseMatmuls`).
 
     Before, and after::
 
@@ -59,7 +62,7 @@ class MarkCopies(Pass):
                 if dtype in LOW_DTYPES:
                     copies.append((user, f"_{dtype_name(dtype)}", dtype))
             for node, part in parts.get(weight, ()):  # case 2
-                suffix = LEVELS[part.form.level].policy + ("", "_scale")[part.index]
+                suffix = LEVELS[part.form.level].policy + _BESIDE[part.index]
                 copies.append((node, f"_{suffix}", part.form))
             for node, suffix, form in copies:
                 _mark(node, weight, suffix, form)
@@ -111,7 +114,7 @@ class MarkStored(Pass):
             for holder in holders:
                 if form is not None:
                     for node, part in parts.get(holder, ()):
-                        suffix = f"_{LEVELS[form.level].policy}_scale" if part.index else ""
+                        suffix = f"_{LEVELS[form.level].policy}{_BESIDE[part.index]}" if part.index else ""
                         _mark(node, holder, suffix, form)
                 elif dtype is not None:
                     for cast in _casts_of(holder, dtype):

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import CAST, is_cast, target_name, values_read
+from amp_fx.errors import PlanError
+from amp_fx.graphs.calls import CAST, is_cast
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.traits import Trait, has_trait, op_row
@@ -27,9 +28,6 @@ from amp_fx.precision.policy.levels import FORWARD, INPUT, WEIGHT
 from amp_fx.precision.policy.rules import BELOW
 
 aten = torch.ops.aten
-
-#: besides dropout, what a result goes through on its way to a residual stream
-_ON_THE_WAY = Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST
 
 _TRANSPOSES = frozenset({aten.t.default, aten.numpy_T.default, aten.mT.default, aten.adjoint.default})
 
@@ -49,6 +47,8 @@ class Operand:
         is_gradient: it depends on a gradient that enters the backward.
         is_weight: it is a matrix that a graph without gradients multiplies by, and may be stored as a copy.
         is_folded: such a copy is made once, outside the graph.
+        equalisation: of a weight: exponents of two, one for each contracted channel, or none. It is multiplied by these
+            powers, and what it multiplies is divided by them.
     """
 
     base: fx.Node
@@ -61,6 +61,7 @@ class Operand:
     is_gradient: bool = False
     is_weight: bool = False
     is_folded: bool = False
+    equalisation: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,16 @@ class Matmul:
     sizes: tuple[int | torch.SymInt, int | torch.SymInt, int | torch.SymInt]
     bias: fx.Node | None
     norm: fx.Node | None = None
+
+    def equalised(self, exponents: tuple[int, ...]) -> Matmul:
+        """The product by an equalised weight; PlanError where there is not one exponent for each channel."""
+        if exponents and (self.is_convolution or len(exponents) != self.sizes[1]):
+            raise PlanError(
+                f"the plan equalises {len(exponents)} channels of {self.name}, which contracts {self.sizes[1]}. Make a "
+                "new plan with amp_fx.calibrate."
+            )
+        first, second = self.operands
+        return replace(self, operands=(first, replace(second, equalisation=exponents)))
 
     @property
     def is_convolution(self) -> bool:
@@ -311,40 +322,3 @@ def _role(first: Operand, second: Operand, forward: list[Matmul]) -> str | None:
         if other.base is call.operands[0].base:
             return WEIGHT
     return None
-
-
-# ---- the last calls, in either graph
-
-
-def last_calls(gm: fx.GraphModule, gradients: set[fx.Node]) -> set[str | None]:
-    """Names of the calls that multiply, and whose result is multiplied no more, nor added to a residual stream.
-
-    What the backward of a joint graph computes, ``gradients``, does not count.
-    """
-    feeds: set[fx.Node] = set()
-    last: set[str | None] = set()
-    for node in reversed(gm.graph.nodes):
-        if node in gradients or node.op != "call_function":
-            continue
-        below = any(user in feeds for user in node.users)
-        # products of tensors of other classes stay as the program calls them
-        multiplies = is_matmul(node) or has_trait(target_name(node), Trait.MATMUL)
-        if multiplies and not below and not _is_residual(node):
-            label = label_of(node)
-            last.add(marked(node) if label is None else label.name)
-        if below or multiplies:
-            feeds.add(node)
-    return last
-
-
-def _is_residual(node: fx.Node) -> bool:
-    """True where the result is added to another value of its shape, as a block adds to the stream it reads."""
-    for user in node.users:
-        if has_trait(user, *_ON_THE_WAY) or user.target is aten.dropout.default:
-            if _is_residual(user):
-                return True
-        elif user.target in (aten.add.Tensor, aten.add_.Tensor):
-            shapes = [n.meta["val"].shape for n in values_read(user)]
-            if len(shapes) == 2 and shapes[0] == shapes[1]:
-                return True
-    return False

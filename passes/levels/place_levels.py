@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import convolution_settings, readers
-from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
+from amp_fx.graphs.calls import target_name, values_read
+from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import LEVEL
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import cast_bytes, numel
-from amp_fx.passes.base import Note, Pass, PassContext, PassResult, gradients_in
-from amp_fx.passes.levels.matmuls import Matmul, Operand, divides, last_calls, may_run_below, read_matmuls
-from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Shared, Var
-from amp_fx.precision.placement.level_cost import NARROW, OPERATIONS, LevelCost
+from amp_fx.passes.base import Note, Pass, PassContext, PassResult, gradients_in, marked
+from amp_fx.passes.levels.level_problem import level_problem
+from amp_fx.passes.levels.matmuls import Matmul, divides, may_run_below, read_matmuls
+from amp_fx.precision.placement.cut import LOW, Var
+from amp_fx.precision.placement.level_cost import OPERATIONS, LevelCost
 from amp_fx.precision.placement.priced import Priced, SensitivityTerm
 from amp_fx.precision.placement.tradeoff import within
 from amp_fx.precision.plans.label import Reason, ReasonKind, label_of
@@ -28,6 +27,9 @@ from amp_fx.precision.policy.levels import AUTO, LEVELS, WEIGHT, Kernel, Level
 from amp_fx.precision.policy.rules import BELOW
 
 aten = torch.ops.aten
+
+#: besides dropout, what a result goes through on its way to a residual stream
+_ON_THE_WAY = Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class PlaceLevels(Pass):
         budget: measured sensitivity and how much is allowed, or None.
         planned: what a plan has below 16 bits: (name in the plan, role, name of the level).
         scales: of values that calls of the plan read: (name in the plan, (scale, zero point)).
+        equalisations: of calls of the plan: (name in the plan, exponents), see :class:`NodePlan`.
         choice: the name of a kernel where an option has one.
         joint: False on a captured graph.
         keeps_weights: copies of weights live across calls.
@@ -99,6 +102,7 @@ class PlaceLevels(Pass):
     budget: Budget | None = None
     planned: tuple[tuple[str, str, str], ...] = ()
     scales: tuple[tuple[str, tuple[float, int]], ...] = ()
+    equalisations: tuple[tuple[str, tuple[int, ...]], ...] = ()
     choice: str = AUTO
     joint: bool = True
     keeps_weights: bool = False
@@ -115,7 +119,7 @@ class PlaceLevels(Pass):
             level = self._wanted(matmul) if matmul in chosen else None
             if level is not None:
                 scale = self._scales[matmul.name] if allowed[matmul].measured else None
-                matmul.node.meta[LEVEL] = (level, kernel, scale)
+                matmul.node.meta[LEVEL] = (level, kernel, scale, matmul.operands[1].equalisation)
             why = self._why(matmul, level, kernel)
             choices[matmul.variable] = level, why
             if (label := label_of(matmul.node)) is not None:
@@ -134,6 +138,8 @@ class PlaceLevels(Pass):
             matmuls = [matmul for matmul in matmuls if self._is_candidate(matmul, context)]
         last = set() if self.level is None else last_calls(gm, gradients_in(gm))
         last -= {matmul.name for matmul in matmuls if self._is_asked_for(matmul, context)}
+        exponents = dict(self.equalisations)
+        matmuls = [matmul.equalised(exponents.get(matmul.name, ())) for matmul in matmuls]
         return {matmul: self._kernel_for(matmul, last) for matmul in matmuls}
 
     def _is_candidate(self, matmul: Matmul, context: PassContext) -> bool:
@@ -237,112 +243,35 @@ def _with_kernels(found: Mapping[Matmul, Kernel | Reason]) -> dict[Matmul, Kerne
     return {matmul: kernel for matmul, kernel in found.items() if isinstance(kernel, Kernel)}
 
 
-# ---- the problem of the cut
+def last_calls(gm: fx.GraphModule, gradients: set[fx.Node]) -> set[str | None]:
+    """Names of the calls that multiply, and whose result is multiplied no more, nor added to a residual stream.
+
+    What the backward of a joint graph computes, ``gradients``, does not count.
+    """
+    feeds: set[fx.Node] = set()
+    last: set[str | None] = set()
+    for node in reversed(gm.graph.nodes):
+        if node in gradients or node.op != "call_function":
+            continue
+        below = any(user in feeds for user in node.users)
+        # products of tensors of other classes stay as the program calls them
+        multiplies = is_matmul(node) or has_trait(target_name(node), Trait.MATMUL)
+        if multiplies and not below and not _is_residual(node):
+            label = label_of(node)
+            last.add(marked(node) if label is None else label.name)
+        if below or multiplies:
+            feeds.add(node)
+    return last
 
 
-def level_of(operand: Operand, level: Level) -> Level:
-    """The level of an operand: a weight has another one where the level names it."""
-    return LEVELS[level.of_weights] if operand.is_weight and level.of_weights else level
-
-
-def level_problem(matmuls: Mapping[Matmul, Kernel], level: Level, cost: LevelCost) -> Problem:
-    """The function to minimise over matmuls that may run in a level; LOW of a variable (name, role) is that level."""
-    problem, nodes = Problem(), {matmul.node for matmul in matmuls}
-    variables = {matmul.node: matmul.variable for matmul in matmuls}
-    readings: dict[fx.Node, list[tuple[Var, Operand, bool]]] = {}
-    for matmul, kernel in matmuls.items():
-        problem.add_unary(matmul.variable, *_times(matmul, kernel, level, cost))
-        for operand in matmul.operands:
-            if not operand.is_folded:
-                readings.setdefault(operand.source, []).append((matmul.variable, operand, kernel.measured))
-    for read in readings.values():
-        low = _low_copy(read[0][1], nodes, cost)
-        problem.shared.append(Shared(low, HIGH, tuple(reader for reader, *_ in read)))
-        copies: dict[str, tuple[int, list[Var]]] = {}
-        for reader, operand, measured in read:
-            for key, time in _copies(operand, level, cost, measured=measured).items():
-                copies.setdefault(key, (time, []))[1].append(reader)
-        problem.shared += [Shared(time, LOW, tuple(by)) for time, by in copies.values()]
-        by = tuple(reader for reader, _, measured in read if measured)
-        if by and (product := product_before(read[0][1].source)) is not None:
-            # it writes bytes, or the low dtype if it runs in that: who reads the other waits for a kernel
-            value, written = read[0][1].source.meta["val"], ("written", read[0][1].source.name)
-            extra = cost.moving(numel(value) * value.dtype.itemsize, 1) + cost.rounding(numel(value))
-            problem.shared.append(Shared(extra, LOW, by, written))
-            problem.shared.append(Shared(extra, HIGH, tuple(reader for reader, *_ in read), written))
-            if product in variables:
-                problem.implies.append((variables[product], written))
-            else:
-                problem.pins[written] = HIGH
-    return problem
-
-
-def product_before(node: fx.Node, *, through_adds: bool = True) -> fx.Node | None:
-    """The product that writes a value, with activations and a residual applied; None of what other kernels compute."""
-    while not is_matmul(node):
-        given = node.all_input_nodes
-        if through_adds and node.target in (aten.add.Tensor, aten.add_.Tensor) and len(given) == 2:
-            found = (product_before(each, through_adds=False) for each in given)
-            return next((product for product in found if product is not None), None)
-        passes = has_trait(node, Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST, Trait.BATCH_NORM)
-        single = len(given) == 1 and torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if node.op != "call_function" or not (passes or single):
-            return None
-        node = given[0]
-    return node
-
-
-def _times(matmul: Matmul, kernel: Kernel, level: Level, cost: LevelCost) -> tuple[int, int]:
-    result = matmul.node.meta["val"]
-    sizes = [(numel(operand.base.meta["val"]), operand.is_weight) for operand in matmul.operands]
-    elements = sum(
-        size for size, is_weight in sizes if is_weight or size * result.dtype.itemsize > cost.cache
-    )
-    grouped = matmul.is_convolution and convolution_settings(matmul.node)["groups"] > 1
-    low, below = cost.matmul(matmul_flops(matmul.node), elements, result.dtype.itemsize, grouped=grouped)
-    below += cost.calling(kernel, matmul.sizes, convolves=matmul.is_convolution)
-    if matmul.is_convolution:
-        behind = readers(matmul.node, lambda node: has_trait(node, Trait.CAST, Trait.BATCH_NORM))
-        # oneDNN applies a gelu in 16 bits only
-        epilogue = cost.moving(numel(result) * (2 * result.dtype.itemsize + cost.arithmetic))
-        below += any(node.target is aten.gelu.default for node in behind) * epilogue
-    if len({level_of(operand, level).by_row for operand in matmul.operands}) > 1:
-        # factors of columns are multiplied afterwards
-        below += cost.moving(2 * numel(result) * result.dtype.itemsize, 1)
-    if not level.dtype.is_floating_point and not kernel.measured:
-        # the product is in 32 bits, which the kernel behind it reads
-        below += cost.moving(2 * numel(result) * (4 - result.dtype.itemsize))
-    return low, below
-
-
-def _low_copy(operand: Operand, nodes: set[fx.Node], cost: LevelCost) -> int:
-    """The cost of the low copy; nothing where it is there anyway."""
-    value, base = operand.base.meta["val"], operand.base
-    # inputs, and results of library calls, are in memory whoever reads them
-    is_stored = base.op == "placeholder" or base.target is operator.getitem or is_matmul(base)
-    if is_stored or not operand.readers <= nodes:
-        return 0
-    if operand.source is base:
-        # by the kernel that computes it
-        return cost.moving(numel(value) * value.dtype.itemsize)
-    return cost.moving(cast_bytes(operand.source.meta["val"], value.dtype), 1)
-
-
-def _copies(operand: Operand, level: Level, cost: LevelCost, *, measured: bool) -> Mapping[str, int]:
-    """The costs of the copies that a matmul reads of an operand, by the key under which two readers share one."""
-    level = level_of(operand, level)
-    value = operand.source.meta["val"]
-    elements, itemsize = numel(value), value.dtype.itemsize
-    if measured:
-        # written by the kernel that computes the value
-        return {"measured": cost.rounding(elements)}
-    if level.by_row:
-        copy = cost.copying(elements, itemsize, in_rows=operand.lies_in_rows, block=level.block)
-        return {operand.layout: copy}
-    whole = {"": cost.copying(elements, itemsize)}
-    if operand.lies_in_rows:
-        return whole
-    if operand.is_gradient:
-        # is read both ways in one graph: one kernel writes both
-        return {**whole, operand.layout: cost.moving(elements * NARROW)}
-    return {**whole, operand.layout: cost.moving(elements * (NARROW + itemsize), 1)}
+def _is_residual(node: fx.Node) -> bool:
+    """True where the result is added to another value of its shape, as a block adds to the stream it reads."""
+    for user in node.users:
+        if has_trait(user, *_ON_THE_WAY) or user.target is aten.dropout.default:
+            if _is_residual(user):
+                return True
+        elif user.target in (aten.add.Tensor, aten.add_.Tensor):
+            shapes = [n.meta["val"].shape for n in values_read(user)]
+            if len(shapes) == 2 and shapes[0] == shapes[1]:
+                return True
+    return False

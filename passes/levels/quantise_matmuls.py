@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
 from amp_fx.precision.plans.label import label_of
 from amp_fx.precision.policy import OpClass
-from amp_fx.precision.policy.forms import ScaledRows, with_norm
+from amp_fx.precision.policy.forms import ScaledRows, powers_of_two, with_norm
 from amp_fx.precision.policy.levels import Kernel, Level
 from amp_fx.precision.policy.scaled import Product, dequantised, quantised, whole
 from amp_fx.runtime.widened import held_pair
@@ -57,7 +57,9 @@ class QuantiseMatmuls(Pass):
     5. where a plan has the scale of a value, that is rounded to uint8 by it, and what stands between quantised operands
        is a product in the low dtype, or in fp32 where the program is stored: oneDNN and runtimes make one call of that.
        What convolutions read, and otherwise only additions, is read in uint8 by these, and pooled so if it was pooled.
-    6. a value with an infinity or NaN has a scale of zero or NaN: everything that depends on the scale becomes NaN,
+    6. where a plan equalises a product, a value is divided by a power of two for each channel before it is scaled, and
+       the weight is multiplied by it: few large channels then leave the others their digits.
+    7. a value with an infinity or NaN has a scale of zero or NaN: everything that depends on the scale becomes NaN,
        which a loss scaler sees as it does the infinity. By the scale of a plan these become finite.
 
     Before, and after::
@@ -102,7 +104,8 @@ class QuantiseMatmuls(Pass):
         )
         matmuls = read_matmuls(gm, context, joint=self.joint)
         chosen = [(matmul, found) for matmul in matmuls if (found := matmul.node.meta.get(LEVEL)) is not None]
-        for matmul, (level, kernel, scale) in chosen:
+        for matmul, (level, kernel, scale, exponents) in chosen:
+            matmul = work.divided(matmul.equalised(exponents), level)
             if isinstance(work, _CapturedQuantiser) and scale is not None:
                 work.multiply_measured(matmul, level, kernel, scale)
             else:
@@ -148,8 +151,27 @@ class _CapturedQuantiser(Quantiser):
         super().__init__(_CapturedRewriter(graph, meta={STEP_META: True}))
         self._stored, self._bits = stored, bits
         self._writers = writers_in(graph)
+        self._divided: dict[object, fx.Node] = {}
         #: what convolutions read, and otherwise only additions -> the scale and the bytes, once a convolution has them
         self._convolved: dict[fx.Node, Any] = dict.fromkeys(filter(is_convolved, graph.nodes))
+
+    def divided(self, matmul: Matmul, level: Level) -> Matmul:
+        """See :meth:`Quantiser.divided`. What the value is divided by is kept beside the copy of the weight."""
+        value, weight = matmul.operands
+        key = value.source, weight.equalisation
+        if not weight.equalisation:
+            return matmul
+        if key not in self._divided or self._is_written(value.source):
+            form = ScaledRows(level.name, not weight.transposed, self._bits, weight.equalisation)
+            with self._call.before(matmul.node):
+                powers = powers_of_two([-each for each in weight.equalisation], value.source, self._call)
+                # made of the weight, and no view of anything, so that it is kept with the weight's copy
+                one = self._call(aten.new_ones.default, weight.source, [1])
+                powers = self._call(aten.mul.Tensor, powers, one)
+                powers.meta[PART] = Part(weight.source, form, 2)
+                self._divided[key] = self._call(aten.mul.Tensor, value.source, powers)
+        source = self._divided[key]
+        return replace(matmul, operands=(replace(value, base=source, source=source), weight))
 
     def tidy(self, path: str) -> None:
         """See :meth:`Quantiser.tidy`."""
@@ -273,10 +295,10 @@ class _CapturedQuantiser(Quantiser):
     def _made(self, operand: Operand, dtype: torch.dtype, level: Level) -> WithScale:
         if not operand.is_weight:
             return super()._made(operand, dtype, level)
-        held = held_pair(operand.source)
+        held = held_pair(operand.source, operand.equalisation)
         if held is not None and held[0].meta["val"].dtype is dtype:
             return WithScale(*held)
-        form = ScaledRows(level.name, not operand.transposed, self._bits)
+        form = ScaledRows(level.name, not operand.transposed, self._bits, operand.equalisation)
         parts = form.steps(operand.source, self._call)
         for index, made in enumerate(parts):
             made.meta[PART] = Part(operand.source, form, index)

@@ -8,8 +8,8 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.rewriter import Rewriter
+from amp_fx.passes.levels.level_problem import level_of
 from amp_fx.passes.levels.matmuls import Matmul, Operand
-from amp_fx.passes.levels.place_levels import level_of
 from amp_fx.precision.policy.levels import FORWARD, Kernel, Level, Scale
 from amp_fx.precision.policy.scaled import Product, block_scales, scale_of, scaled
 
@@ -59,6 +59,10 @@ class Quantiser:
             final = kernel.multiply(given, self._call)
             self._become(matmul, final)
 
+    def divided(self, matmul: Matmul, level: Level) -> Matmul:
+        """The product of a value that is divided, where the weight is equalised; a joint graph has none such."""
+        return matmul
+
     def tidy(self, path: str) -> None:
         """Erases what nothing reads; ``path`` is the prefix of names in a body."""
         self._graph.eliminate_dead_code()
@@ -73,7 +77,7 @@ class Quantiser:
         dtype = level.dtype_of(is_gradient=operand.is_gradient)
         if kernel.value is not None and not operand.is_weight:
             dtype = kernel.value
-        key = operand.source, dtype, level.scale, operand.layout if level.by_row else ""
+        key = operand.source, dtype, level.scale, operand.layout if level.by_row else "", operand.equalisation
         if key not in self.copies or self._is_written(operand.source):
             first = len(self._call.added)
             self.copies[key] = self._made(operand, dtype, level)

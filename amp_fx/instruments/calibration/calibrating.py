@@ -22,9 +22,10 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import listed_devices
 from amp_fx.instruments.batches import call_of, compiling
 from amp_fx.instruments.calibration.calibration import Calibration
+from amp_fx.instruments.calibration.equalising import Chosen, Products, Way, narrowed
 from amp_fx.instruments.calibration.measuring import run_measured
 from amp_fx.instruments.calibration.meter import Meter, measure
-from amp_fx.instruments.calibration.ranges import Ranges
+from amp_fx.instruments.calibration.ranges import CallId, Ranges
 from amp_fx.instruments.calibration.traced import MeasuredGraph, TargetGraph, read_matmuls
 from amp_fx.instruments.progress import progress
 from amp_fx.instruments.step import Step, apart
@@ -171,17 +172,23 @@ class _Graphs:
             compiled = torch.compile(
                 steps[0].model, backend=lambda *given: self._backend(*given), dynamic=False
             )
-            is_ranged = self._reads_by_scales(steps[0].model)
+            is_ranged = self.level is not None and not self.level.dtype.is_floating_point
             with progress("calibrate", len(steps) * (1 + is_ranged)) as say:
-                scales = self._scales(steps, compiled, say) if is_ranged else {}
+                products, ways = Products(), dict[CallId, list[Way]]()
+                if is_ranged:
+                    ways = self._ways(steps, compiled, products, say)
+                chosen = dict[CallId, Chosen]()
                 for step in steps:
                     say("what roundings do")
                     meter = Meter(
-                        self._low, scale, of_outputs=not self._training, level=self.level, scales=scales
+                        self._low, scale, of_outputs=not self._training, level=self.level, ways=ways
                     )
                     self._meters.append(meter)
                     with compiling(step.model, step.call):
                         measure(step, meter, compiled, probes)
+                    # the first batch decides
+                    meter.chosen = chosen = chosen or products.chosen(ways, meter.tried)
+                    ways = {call: narrowed(each) for call, each in chosen.items()}
                     say("what roundings do", 1)
         if not self.traced:
             raise AmpFxError(
@@ -189,25 +196,23 @@ class _Graphs:
                 "amp_fx.explain(model, *args) says why."
             )
 
-    def _reads_by_scales(self, model: nn.Module) -> bool:
-        """True where the level has an implementation that reads by scales that were measured."""
-        device = "cuda" if self._process is not None else next(model.parameters()).device.type
-        kernels = () if self.level is None else self.level.kernels
-        return any(each.measured and each.device in (None, device) for each in kernels)
-
-    def _scales(
-        self, steps: Sequence[Step], compiled: Any, say: Callable[..., None]
-    ) -> dict[tuple[int, str], tuple[float, int]]:
-        """Scales of what calls read; in one forward of each step."""
+    def _ways(
+        self, steps: Sequence[Step], compiled: Any, products: Products, say: Callable[..., None]
+    ) -> dict[CallId, list[Way]]:
+        """The ways to read what calls multiply in integers; in one forward of each step, which the products see."""
+        assert self.level is not None
+        device = "cuda" if self._process is not None else next(steps[0].model.parameters()).device.type
+        measured = any(each.measured and each.device in (None, device) for each in self.level.kernels)
         ranges = Ranges()
-        self._meters.append(Meter(self._low, 1.0, of_outputs=True, level=self.level, ranges=ranges))
+        meter = Meter(self._low, 1.0, of_outputs=True, level=self.level, ranges=ranges, products=products)
+        self._meters.append(meter)
         say("ranges of values")
         for step in steps:
             with compiling(step.model, step.call), step.returned(compiled):
                 pass
             say("ranges of values", 1)
         self._meters.pop()
-        return ranges.scales()
+        return products.ways(ranges.scales() if measured else {})
 
     def sensitivities(self) -> list[GraphSensitivity]:
         """The means over the steps, by the names that calls have where they are planned."""

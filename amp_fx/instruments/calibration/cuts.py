@@ -27,6 +27,7 @@ from amp_fx.precision.plans.matching import choose_plan
 from amp_fx.precision.plans.plan import NodePlan, Plan, with_choice
 from amp_fx.precision.plans.sensitivity import (
     INPUT,
+    MEASURED,
     CallSensitivity,
     GraphSensitivity,
     Sensitivity,
@@ -236,7 +237,7 @@ class Cuts:
         priced = zip(self._sensitivity.graphs, self._below(placed.sides), placed.below, strict=True)
         for plan, (measured, part, sides) in zip(plans, priced, strict=True):
             plan.meaning = level.name
-            scales = {row.name: row.scales for row in measured.calls}
+            calls = {row.name: row for row in measured.calls}
             rows = {row.name: row for row in plan.nodes}
             for var in part.priced.base.unary:
                 name, role = var  # type: ignore[misc]  # as PlaceLevels names them
@@ -252,8 +253,13 @@ class Cuts:
                     )
                 levels, reasons = with_choice(rows[name], role, level if is_below else None, why)
                 rows[name] = replace(rows[name], levels=levels, reasons=reasons)
-                if is_below and name in part.measured:
-                    rows[name].scales = dict(scales[name])
+                is_measured = is_below and name in part.measured
+                if is_measured:
+                    rows[name].scales = dict(calls[name].scales)
+                if is_below and name in calls:
+                    rows[name].equalisation = calls[name].equalisation.get(
+                        MEASURED if is_measured else INPUT, ()
+                    )
             plan.nodes = [*rows.values()]
 
     def blame(self, placed: Placed | None = None) -> list[SensitivityTerm]:
@@ -277,7 +283,11 @@ def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collecti
 
     What was not measured is never placed below.
     """
-    second = below({row.name: row.scales[INPUT] for row in calls if INPUT in row.scales})
+    kinds = {row.name: MEASURED if INPUT in row.scales else INPUT for row in calls}
+    second = below(
+        {row.name: row.scales[INPUT] for row in calls if INPUT in row.scales},
+        {row.name: row.equalisation.get(kinds[row.name], ()) for row in calls},
+    )
     terms = [
         SensitivityTerm(
             as_number(sensitivity), LOW, (row.name, role), call=row.name, slot=f"{role}: {operand}"

@@ -137,7 +137,11 @@ class _Measured(fx.Interpreter):
         """Runs a call so that it can be differentiated twice; fused kernels of attention cannot."""
         if (ranges := self._meter.ranges) is not None:
             if label is not None and (linear := self._may_run_below(n, label)):
-                ranges.observe((self._graph, label.name), args[linear.input])
+                call_id, (x, weight) = (self._graph, label.name), (args[linear.input], args[linear.weight])
+                ranges.observe(call_id, x)
+                if (products := self._meter.products) is not None:
+                    source = str(n.args[linear.input])
+                    products.observe(call_id, source, x, weight if linear.by_rows else weight.mT)
             elif label is not None and self._convolves_below(n, label):
                 ranges.observe((self._graph, label.name), args[0])
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
@@ -182,7 +186,7 @@ class _Measured(fx.Interpreter):
         """True for a convolution whose scale is being measured, or was."""
         if n.target is not aten.conv2d.default or label.op_class is not OpClass.LOW or n.kwargs:
             return False
-        known = self._meter.ranges is not None or (self._graph, label.name) in self._meter.scales
+        known = self._meter.ranges is not None or (self._graph, label.name) in self._meter.ways
         return known and all(map(self._is_read, n.args[:2]))
 
     def _is_read(self, operand: Any) -> bool:

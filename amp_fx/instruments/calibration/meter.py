@@ -22,10 +22,18 @@ import torch
 from torch import Tensor
 
 from amp_fx.errors import AmpFxError
+from amp_fx.instruments.calibration.equalising import Chosen, Products, Way
 from amp_fx.instruments.calibration.ranges import Ranges, extremes, sample_stride, sampled
 from amp_fx.instruments.reports.advice import FUSED_LAYER, UNFUSED
 from amp_fx.instruments.step import Step, loss_of
-from amp_fx.precision.plans.sensitivity import INPUT, MEASURED, CallSensitivity, ReadSensitivity
+from amp_fx.precision.plans.sensitivity import (
+    INPUT,
+    MEASURED,
+    MEASURED_WEIGHT,
+    WEIGHT,
+    CallSensitivity,
+    ReadSensitivity,
+)
 from amp_fx.precision.policy.levels import FORWARD, Level
 
 logger = logging.getLogger(__name__)
@@ -62,8 +70,14 @@ class Meter:
     level: Level | None = None
     #: collects what calls below 16 bits read; None: nothing does
     ranges: Ranges | None = None
-    #: (graph, call) -> scale and zero point of what it reads, where they were measured
-    scales: Mapping[tuple[int, str], tuple[float, int]] = field(default_factory=dict)
+    #: collects the channels of these, of products; None: nothing does
+    products: Products | None = None
+    #: (graph, call) -> the ways to read what it multiplies in integers
+    ways: Mapping[tuple[int, str], Sequence[Way]] = field(default_factory=dict)
+    #: what each of them costs: graph, call, operand, position of the way
+    tried: dict[tuple[int, str, str, int], float] = field(default_factory=dict)
+    #: (graph, call) -> those that were chosen
+    chosen: Mapping[tuple[int, str], Chosen] = field(default_factory=dict)
     #: 0 in the forward, 1 in the backward, 2 in the double backward
     phase: int = 0
     #: of what one double backward finds
@@ -130,13 +144,15 @@ class Meter:
 
         value.register_hook(hook)
 
-    def weigh(self, value: Tensor, table: dict[K, float], key: K, error: Tensor, stride: int) -> None:
-        """Adds up the rounding of a value, see :meth:`rounding`, when its gradient in the last pass is known."""
+    def weigh(
+        self, value: Tensor, table: dict[K, float], key: K, error: Tensor, places: int | Tensor
+    ) -> None:
+        """Adds up the rounding of a value, see :meth:`add`, when its gradient in the last pass is known."""
 
         def hook(sensitivity: Tensor | None) -> None:
             # None where nothing depends on what the backward reads
             if self.phase == 2 and sensitivity is not None:
-                self.add(table, key, sensitivity, error, stride)
+                self.add(table, key, sensitivity, error, places)
 
         table.setdefault(key, 0.0)
         value.register_hook(hook)
@@ -151,13 +167,21 @@ class Meter:
         error = (sample * scale).to(self.low).to(sample.dtype).div_(scale).sub_(sample)
         return error.to(torch.bfloat16), stride
 
-    def add(self, table: dict[K, float], key: K, sensitivity: Tensor, error: Tensor, stride: int) -> None:
-        """Adds up a rounding, given the gradient of s with respect to what is rounded, and :meth:`rounding` of that."""
+    def add(
+        self, table: dict[K, float], key: K, sensitivity: Tensor, error: Tensor, places: int | Tensor
+    ) -> None:
+        """Adds up a rounding, given the gradient of s with respect to what is rounded, and the errors of elements.
+
+        ``places``: these elements by their number, or the step between them if they stand for all.
+        """
         if not bool(error.isfinite().all()):
             table[key] = math.inf
             return
-        change = sampled(sensitivity.detach(), stride) * error
-        table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * stride * self.weight
+        if isinstance(places, int):
+            change, each = sampled(sensitivity.detach(), places) * error, places
+        else:
+            change, each = sensitivity.detach().take(places) * error, 1
+        table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * each * self.weight
 
     def rows(self, graph: int) -> list[CallSensitivity]:
         """The findings in one graph; nothing where it has no part in the results to judge."""
@@ -178,10 +202,29 @@ class Meter:
             if number == graph:
                 row = found.setdefault(name, CallSensitivity(name))
                 row.roles.setdefault(role, {})[operand] = _finite(sensitivity)
-        for (number, name), scale in self.scales.items():
-            if (number, name, FORWARD, MEASURED) in self.roles and number == graph:
-                found.setdefault(name, CallSensitivity(name)).scales[INPUT] = scale
+        for (number, name), chosen in self.chosen.items():
+            if number == graph:
+                self._add_chosen(found.setdefault(name, CallSensitivity(name)), (number, name), chosen)
         return list(found.values())
+
+    def _add_chosen(self, row: CallSensitivity, call: tuple[int, str], chosen: Chosen) -> None:
+        """Adds to a row what a call costs in integers by the ways that were chosen."""
+        ways = self.ways[call]
+        places = {kind: ways.index(way) for kind, way in chosen.items()}
+        operands = {INPUT: places[INPUT], WEIGHT: places[INPUT], MEASURED: places[MEASURED]}
+        if places[MEASURED] != places[INPUT]:
+            operands[MEASURED_WEIGHT] = places[MEASURED]
+        for operand, at in operands.items():
+            key = (*call, WEIGHT if operand == MEASURED_WEIGHT else operand, at)
+            if key in self.tried:
+                row.roles.setdefault(FORWARD, {})[operand] = _finite(self.tried[key])
+        row.equalisation = {kind: way.exponents for kind, way in chosen.items() if way.exponents}
+        if (scale := chosen[MEASURED].scale) is not None and (
+            *call,
+            MEASURED,
+            places[MEASURED],
+        ) in self.tried:
+            row.scales[INPUT] = scale
 
 
 def _finite(sensitivity: float) -> float | None:

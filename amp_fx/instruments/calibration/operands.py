@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_fx.instruments.calibration.equalising import Way, divisors
 from amp_fx.instruments.calibration.meter import Meter
 from amp_fx.instruments.calibration.ranges import CallId, requantised, sample_stride, sampled
 from amp_fx.precision.plans.sensitivity import MEASURED, PROBABILITIES, RESULT, SCORES
@@ -98,8 +99,11 @@ def _observe_stored(
 
 def multiply(meter: Meter, call_id: CallId, x: Tensor, weight: Tensor, *, by_rows: bool) -> Tensor:
     """``x @ weight.T`` if the rows of the weight are contracted, else ``x @ weight``; can be differentiated twice."""
-    x_here = _read_measured(meter, call_id, _observed(meter, call_id, x, FORWARD, "input", in_rows=True))
-    weight_here = _observed(meter, call_id, weight, FORWARD, "weight", in_rows=by_rows)
+    if call_id in meter.ways:
+        x_here, weight_here = _read_in_ways(meter, call_id, x, weight, by_rows=by_rows)
+    else:
+        x_here = _observed(meter, call_id, x, FORWARD, "input", in_rows=True)
+        weight_here = _observed(meter, call_id, weight, FORWARD, "weight", in_rows=by_rows)
     if meter.of_outputs:
         return x_here @ (weight_here.mT if by_rows else weight_here)
     x_back = _observed(meter, call_id, x, WEIGHT, "input", in_rows=False)
@@ -114,20 +118,60 @@ def convolve(
 
     ``read_by_all``: the value where others read it, too, as the convolution does.
     """
-    rows = _observed(meter, call_id, weight.flatten(1), FORWARD, "weight", in_rows=True)
-    x = x.view_as(x)
-    _read_measured(meter, call_id, x if read_by_all is None else read_by_all)
+    x, rows = x.view_as(x), weight.flatten(1)
+    read = x if read_by_all is None else read_by_all
+    rows = rows.view_as(rows)
+    _try_measured(meter, call_id, read, 0, meter.ways[call_id][0])
+    _try_scaled(meter, call_id, rows, "weight", 0, (), in_rows=True)
     return x, rows.view_as(weight)
 
 
-def _read_measured(meter: Meter, call_id: CallId, alias: Tensor) -> Tensor:
-    """Observes what reading a value costs by the scale that was measured for it."""
-    if call_id in meter.scales:
-        stride = sample_stride(alias.shape)
-        sample = sampled(alias.detach(), stride)
-        error = (requantised(sample, meter.scales[call_id]) - sample).to(torch.bfloat16)
-        meter.weigh(alias, meter.roles, (*call_id, FORWARD, MEASURED), error, stride)
-    return alias
+def _read_in_ways(
+    meter: Meter, call_id: CallId, x: Tensor, weight: Tensor, *, by_rows: bool
+) -> tuple[Tensor, Tensor]:
+    """The operands of a product, and what each way to read them costs."""
+    x, weight = x.view_as(x), weight.view_as(weight)
+    for at, way in enumerate(meter.ways[call_id]):
+        _try_scaled(meter, call_id, x, "input", at, way.exponents, in_rows=True)
+        _try_scaled(
+            meter, call_id, weight, "weight", at, tuple(-each for each in way.exponents), in_rows=by_rows
+        )
+        _try_measured(meter, call_id, x, at, way)
+    return x, weight
+
+
+def _try_scaled(
+    meter: Meter,
+    call_id: CallId,
+    alias: Tensor,
+    operand: str,
+    at: int,
+    divided: tuple[int, ...],
+    *,
+    in_rows: bool,
+) -> None:
+    """Observes what a copy costs by scales that are found in it, once its channels are divided."""
+    assert meter.level is not None
+    error, stride = scaled_error(alias, meter.level.dtype, meter.level, in_rows=in_rows, divided=divided)
+    meter.weigh(alias, meter.tried, (*call_id, operand, at), error, stride)
+
+
+def _try_measured(meter: Meter, call_id: CallId, alias: Tensor, at: int, way: Way) -> None:
+    """Observes what a value costs by the scale that was measured for it, once its channels are divided."""
+    if way.scale is None:
+        return
+    (scale, zero), key = way.scale, (*call_id, MEASURED, at)
+    value = alias.detach() * divisors(way.exponents, alias)
+    read = requantised(value, way.scale)
+    error = (read - value) / divisors(way.exponents, alias)
+    # few elements saturate, and err by far more than others: each of them counts, and of all others some
+    is_beyond = (value < (-zero - 0.5) * scale) | (value > (255.5 - zero) * scale)
+    places = is_beyond.flatten().nonzero()[:, 0]
+    if len(places):
+        meter.weigh(alias, meter.tried, key, error.take(places).to(torch.bfloat16), places)
+    stride = sample_stride(alias.shape)
+    rounded = sampled(error.masked_fill_(is_beyond, 0.0), stride)
+    meter.weigh(alias, meter.tried, key, rounded.to(torch.bfloat16), stride)
 
 
 class _Product(torch.autograd.Function):
@@ -155,7 +199,13 @@ class _Product(torch.autograd.Function):
 
 
 def _observed(
-    meter: Meter, call_id: CallId, value: Tensor, role: str, operand: str, *, in_rows: bool
+    meter: Meter,
+    call_id: CallId,
+    value: Tensor,
+    role: str,
+    operand: str,
+    *,
+    in_rows: bool,
 ) -> Tensor:
     """An operand of one matmul, by itself: its gradient tells what a copy of it would cost there."""
     alias, level = value.view_as(value), meter.level
@@ -166,13 +216,18 @@ def _observed(
     return alias
 
 
-def scaled_error(value: Tensor, dtype: torch.dtype, level: Level, *, in_rows: bool) -> tuple[Tensor, int]:
+def scaled_error(
+    value: Tensor, dtype: torch.dtype, level: Level, *, in_rows: bool, divided: tuple[int, ...] = ()
+) -> tuple[Tensor, int]:
     """The error of a copy with scales, at elements at equal steps, in bf16; and the size of a step.
 
     All dimensions but the last are rows. A scale always comes from the whole value. ``in_rows``: rows are contracted,
-    which are scaled one by one, or by blocks; else columns.
+    which are scaled one by one, or by blocks; else columns. ``divided``: of each contracted channel the exponent of the
+    power of two that it is divided by before, or nothing.
     """
-    matrix = value.detach().reshape(-1, value.shape[-1])
+    given = value.detach().reshape(-1, value.shape[-1])
+    powers = divisors(divided, given)
+    matrix = given * (powers if in_rows else powers[:, None]) if divided else given
     stride = sample_stride(value.shape)
     places = torch.arange(0, matrix.numel(), stride, device=matrix.device)
     sample = matrix.reshape(-1)[::stride]
@@ -188,6 +243,8 @@ def scaled_error(value: Tensor, dtype: torch.dtype, level: Level, *, in_rows: bo
     scale = scale_of(pairs, dtype, [[1]], run, powers=level.powers, is_wide=True)
     data, factors = scaled(pairs, scale, dtype, run)
     error = (data.to(sample.dtype) * factors)[:, 0] - sample
+    if divided:
+        error = error / powers[column if in_rows else row]
     return error.to(torch.bfloat16), stride
 
 

@@ -24,7 +24,7 @@ from amp_fx.instruments.targets.tracing import TracedGraph, on_target
 from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, PlaceLevels, run_passes
 from amp_fx.passes.base import bodies, run_in_order
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph, price
-from amp_fx.passes.levels.place_levels import level_problem
+from amp_fx.passes.levels.level_problem import level_problem
 from amp_fx.precision.placement.cut import Problem
 from amp_fx.precision.placement.level_cost import BYTES, LevelCost
 from amp_fx.precision.placement.profile import DeviceProfile
@@ -45,8 +45,8 @@ class Second(NamedTuple):
     measured: Collection[str] = ()
 
 
-#: the second cut, given the scales that calls may read by
-Below = Callable[[Mapping[str, tuple[float, int]]], Second]
+#: the second cut, given the scales that calls may read by, and the exponents that they are equalised by
+Below = Callable[[Mapping[str, tuple[float, int]], Mapping[str, tuple[int, ...]]], Second]
 
 
 def read_matmuls(
@@ -71,9 +71,18 @@ def read_matmuls(
     placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training, keeps_weights=not training)
     found: list[Second] = []
 
-    def read(graph: fx.GraphModule, context: PassContext, scales: Mapping[str, tuple[float, int]]) -> Second:
+    def read(
+        graph: fx.GraphModule,
+        context: PassContext,
+        scales: Mapping[str, tuple[float, int]],
+        equalisations: Mapping[str, tuple[int, ...]],
+    ) -> Second:
         here = {there: here for here, there in names.items()}
-        chosen = replace(placed, scales=tuple((here[name], scale) for name, scale in scales.items()))
+        chosen = replace(
+            placed,
+            scales=tuple((here[name], scale) for name, scale in scales.items()),
+            equalisations=tuple((here[name], each) for name, each in equalisations.items() if each),
+        )
         matmuls = {
             replace(matmul, name=names[matmul.name]): way
             for matmul, way in chosen.allowed(graph, context).items()
@@ -89,12 +98,12 @@ def read_matmuls(
         return functools.partial(read, captured, context)
     rewritten, _ = rewrite(gm, ambient, plain, training=True)
     joint = graph_pass(
-        "joint", "amp_fx.calibrate", lambda graph: found.append(read(graph, PassContext(), {})), {}
+        "joint", "amp_fx.calibrate", lambda graph: found.append(read(graph, PassContext(), {}, {})), {}
     )
     # nobody runs the code
     with replace_inner_compile(lambda gm, example_inputs, **_: gm.forward), autocast_shield():
         compile_with_inductor(rewritten, inputs, joint)
-    return lambda _: found[0] if found else Second(Problem(), Problem())
+    return lambda *_: found[0] if found else Second(Problem(), Problem())
 
 
 @dataclass
@@ -109,7 +118,7 @@ class MeasuredGraph:
     #: the profile by which what the level leaves is in fp32, as the device is slower in 16 bits; else None
     wide: DeviceProfile | None = None
     #: none under policies that are not about levels
-    below: Below = lambda _: Second(Problem(), Problem())
+    below: Below = lambda *_: Second(Problem(), Problem())
 
     @property
     def device_type(self) -> str:

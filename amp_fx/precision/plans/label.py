@@ -171,6 +171,7 @@ class Label:
     hazard: bool = False
     levels: dict[str, str] = field(default_factory=dict)
     scales: dict[str, tuple[float, int]] = field(default_factory=dict)
+    equalisation: tuple[int, ...] = ()
 
     def is_because(self, *kinds: ReasonKind) -> bool:
         """True where a reason of one of these kinds is given."""

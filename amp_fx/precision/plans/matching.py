@@ -269,7 +269,10 @@ def _shown(lines: Sequence[str]) -> str:
 
 def _decisions(plan: Plan) -> list[tuple[Any, ...]]:
     rows = _runs(plan)[0]
-    return [(row.op_class, row.dtype, row.takes, row.pinned, row.levels, row.scales) for row in rows]
+    return [
+        (row.op_class, row.dtype, row.takes, row.pinned, row.levels, row.scales, row.equalisation)
+        for row in rows
+    ]
 
 
 @cache_results()

@@ -65,6 +65,8 @@ class NodePlan(Label):
             ``{"forward": "rowwise", "gradient of its input": "bfloat16", ...}``.
         scales: of a matmul in int8 whose scales were measured: ``{"input": (scale, zero point)}``, so that a value is
             ``(byte - zero point) * scale``; else every row has the scale that it needs.
+        equalisation: of a matmul in int8 whose input has a few large channels: of each channel the exponent of the
+            power of two that the input is divided by, and the weight multiplied; else empty.
     """
 
     shape: tuple[int, ...] = ()

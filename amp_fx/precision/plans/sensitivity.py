@@ -38,6 +38,8 @@ OF = GRADIENTS, OUTPUTS = "gradients", "outputs"
 INSIDE = PROBABILITIES, SCORES, RESULT = "probabilities", "scores", "stored result"
 #: what a matmul below 16 bits reads: by scales that it finds in each call, or by one that was measured before
 INPUT, MEASURED = "input", "input by a measured scale"
+#: the weight beside it; the second only where the two are equalised in other ways
+WEIGHT, MEASURED_WEIGHT = "weight", "weight beside a measured scale"
 
 
 @dataclass
@@ -65,6 +67,9 @@ class CallSensitivity:
     roles: dict[str, dict[str, float | None]] = field(default_factory=dict)
     #: scale and zero point by which the input was measured in uint8, under :data:`INPUT`
     scales: dict[str, tuple[float, int]] = field(default_factory=dict)
+    #: exponents of two, one for each contracted channel, by which the input is divided and the weight multiplied where
+    #: scales are found in each call, and where they were measured: under :data:`INPUT` and :data:`MEASURED`
+    equalisation: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def fits(self, most: float) -> bool:
         """True where the measured scale adds at most so many times what scales add that are found in each call.
@@ -74,12 +79,17 @@ class CallSensitivity:
         operands = self.roles.get(FORWARD, {})
         if INPUT not in operands or MEASURED not in operands:
             return MEASURED in operands
-        return as_number(operands[MEASURED]) <= most * as_number(operands[INPUT])
+        found, measured = (
+            sum(map(as_number, self.operands(FORWARD, measured=each).values())) for each in (False, True)
+        )
+        return measured <= most * found
 
     def operands(self, role: str, *, measured: bool) -> dict[str, float | None]:
         """The squared relative error of a matmul of the call, by operand; ``measured``: it reads by measured scales."""
-        left_out = INPUT if measured and role == FORWARD else MEASURED
-        return {operand: found for operand, found in self.roles[role].items() if operand != left_out}
+        operands, left_out = self.roles[role], {MEASURED, MEASURED_WEIGHT}
+        if measured and role == FORWARD:
+            left_out = {INPUT, WEIGHT} if MEASURED_WEIGHT in operands else {INPUT}
+        return {operand: found for operand, found in operands.items() if operand not in left_out}
 
     def below(self, role: str) -> float:
         """The squared relative error of a matmul below 16 bits; infinite if it overflows or was not measured."""
@@ -204,8 +214,9 @@ def combined(
             for what in ("value", "gradient", "reads", "roles")
         )
         # of a model in several states the widest
-        scales = max((call.scales for call in calls), key=lambda scales: scales.get(INPUT, (0.0, 0)))
-        found.append(CallSensitivity(name, values, gradients, reads, roles, scales))
+        widest = max(calls, key=lambda call: call.scales.get(INPUT, (0.0, 0)))
+        known = widest.scales, widest.equalisation
+        found.append(CallSensitivity(name, values, gradients, reads, roles, *known))
     return found
 
 

@@ -14,6 +14,9 @@ from amp_fx.precision.policy.scaled import Emit, run, scale_of, scaled
 
 aten = torch.ops.aten
 
+#: of equalisation: both powers, 2 ** 14 and 2 ** -14, are normal numbers in fp16
+MOST_EXPONENT = 14
+
 
 @dataclass(frozen=True)
 class ScaledRows:
@@ -27,11 +30,14 @@ class ScaledRows:
         level: name of the level, which has a scale for each row.
         in_rows: True if the weight is (columns, contracted), else it is the other way round.
         bits: of int8 that are used.
+        equalisation: exponents of two, one for each contracted channel, or none: the matrix is multiplied by these
+            powers first, as what it multiplies is divided by them.
     """
 
     level: str
     in_rows: bool
     bits: int = 8
+    equalisation: tuple[int, ...] = ()
 
     def __call__(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The tensors of a weight."""
@@ -44,11 +50,19 @@ class ScaledRows:
     def _made(self, weight: Any, dtype: torch.dtype, call: Emit) -> tuple[Any, Any]:
         level, is_wide = LEVELS[self.level], dtype is torch.float32
         rows = weight if self.in_rows else call(aten.permute.default, weight, [1, 0])
+        if self.equalisation:
+            rows, is_wide = call(aten.mul.Tensor, rows, powers_of_two(self.equalisation, rows, call)), True
         scale = scale_of(rows, level.dtype, [[-1]], call, powers=level.powers, is_wide=is_wide)
         if level.dtype is torch.int8 and self.bits < 8:
             scale = call(aten.mul.Tensor, scale, 2.0 ** (self.bits - 8))
         data, factors = scaled(rows, scale, level.dtype, call)
         return call(aten.clone.default, data, memory_format=torch.contiguous_format), factors
+
+
+def powers_of_two(exponents: Sequence[int], like: Any, call: Emit) -> Any:
+    """Powers of two in fp32, one for each exponent, on the device of another value."""
+    value = like.meta["val"] if hasattr(like, "meta") else like
+    return call(torch.tensor, [2.0**each for each in exponents], dtype=torch.float32, device=value.device)
 
 
 def with_norm(

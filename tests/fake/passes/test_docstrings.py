@@ -126,7 +126,7 @@ def marked(nodes: dict[str, fx.Node]) -> None:
 def levelled(nodes: dict[str, fx.Node]) -> None:
     mark(nodes["mm"], MARK, "mm")
     level = LEVELS["tensorwise"]
-    nodes["mm"].meta[LEVEL] = level, level.kernels[0], None
+    nodes["mm"].meta[LEVEL] = level, level.kernels[0], None, ()
 
 
 EXAMPLES = [

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import MARK
 from amp_fx.instruments.reports import Report
-from amp_fx.passes.levels.place_levels import product_before
+from amp_fx.passes.levels.level_problem import product_before
 from amp_fx.precision.placement.level_cost import as_autocast
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import Reason, ReasonKind

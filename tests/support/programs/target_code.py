@@ -130,7 +130,7 @@ def copy_costs(level: str, rows: int, columns: int, dtype: torch.dtype, read: st
         gm, inputs = _product(rows, columns, dtype, read)
         (matmul,) = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
         matmul.meta[CUSTOM] = {MARK: "mm"}
-        matmul.meta[LEVEL] = (LEVELS[level], LEVELS[level].kernels[0], None)
+        matmul.meta[LEVEL] = (LEVELS[level], LEVELS[level].kernels[0], None, ())
         QuantiseMatmuls().call(gm, PassContext())
         gm.recompile()
         lowered = lower_with_inductor(gm, inputs, is_inference=True)
