@@ -37,9 +37,10 @@ from torch._guards import CompileContext
 from torch._logging import trace_structured
 
 from amp_fx._torch.grouped import forget_grouped_shapes, shape_groups
+from amp_fx._torch.recurrent import take_recurrent
 
 __all__ = [
-    "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "GROUPS", "HOOKS", "UNTRACED", "after_closure",
+    "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "GROUPS", "HOOKS", "RECURRENT", "UNTRACED", "after_closure",
     "breaks_since_reset", "called_in", "compile_id", "copy_of", "for_the_caller", "frames_given_up", "given_up",
     "graph_break", "in_compiled_autograd",
     "in_inference_mode", "install_all", "is_left_out_in_place", "is_looked_up", "log_artifact",
@@ -120,8 +121,10 @@ UNTRACED = Hook(_leave_untraced)
 
 #: products of experts have shapes in every dtype that their kernels take
 GROUPS = Hook(shape_groups)
+#: an LSTM is in graphs where it stays one kernel, and what is around other recurrent layers
+RECURRENT = Hook(take_recurrent)
 
-HOOKS = (COMPILE_STARTS, BEFORE_STEP, AFTER_STEP, EXIT, UNTRACED, GROUPS)
+HOOKS = (COMPILE_STARTS, BEFORE_STEP, AFTER_STEP, EXIT, UNTRACED, GROUPS, RECURRENT)
 
 
 def install_all() -> None:

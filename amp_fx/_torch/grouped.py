@@ -18,7 +18,7 @@ from torch._meta_registrations import _create_grouped_mm_output_tensor as _empty
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["forget_grouped_shapes", "kernel_rows", "shape_groups"]
+__all__ = ["forget_grouped_shapes", "is_foreign", "kernel_rows", "shape_groups"]
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 #: whether torch may hold a result of ours
@@ -63,7 +63,7 @@ def _result(
 ) -> Any:
     """Torch's own result, or NotImplemented where torch's own function is to say what it is, or why there is none."""
     is_taken = left.dtype in (torch.float32, torch.float16) and right.dtype is left.dtype
-    if not is_taken or bias is not None or out_dtype not in (None, left.dtype) or _is_foreign():
+    if not is_taken or bias is not None or out_dtype not in (None, left.dtype) or is_foreign():
         return NotImplemented
     _is_kept[0] = True
     with mode:
@@ -72,7 +72,7 @@ def _result(
     return result if kernel_rows(left, right, result, itemsize=left.itemsize) else NotImplemented
 
 
-def _is_foreign() -> bool:
+def is_foreign() -> bool:
     """True while Dynamo traces a frame for another backend than ours."""
     try:
         backend: Any = InstructionTranslator.current_tx().output.compiler_fn

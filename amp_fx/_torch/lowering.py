@@ -24,7 +24,7 @@ __all__ = ["Lowered", "OpByOp", "lower_with_inductor"]
 _aten = torch.ops.aten
 _PRODUCTS = {
     *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
-    *(_aten.convolution.default, _aten.convolution_backward.default),
+    *(_aten.convolution.default, _aten.convolution_backward.default, _aten.mkldnn_rnn_layer.default),
 }
 
 
@@ -119,7 +119,10 @@ class OpByOp(fx.Interpreter):
         if target not in _PRODUCTS or not _is_emulated(args[0]):
             return super().call_function(target, args, kwargs)
         low, wide = args[0].dtype, tree_map_only(Tensor, Tensor.float, args)
-        return tree_map_only(Tensor, lambda value: value.to(low), super().call_function(target, wide, kwargs))
+        results = super().call_function(target, wide, kwargs)
+        return tree_map_only(
+            Tensor, lambda value: value.to(low) if value.is_floating_point() else value, results
+        )
 
 
 def _is_emulated(value: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
-from amp_fx._torch import GROUPS, autocast_disabled
+from amp_fx._torch import GROUPS, RECURRENT, autocast_disabled
 from amp_fx.errors import AmpFxError, InputError, OptionsError
 from amp_fx.instruments.batches import raised
 
@@ -155,6 +155,7 @@ class Step:
 def apart() -> Iterator[None]:
     """Inside, nothing is found that was compiled outside, nor outside what was compiled inside."""
     GROUPS.install()
+    RECURRENT.install()
     torch.compiler.reset()
     try:
         yield

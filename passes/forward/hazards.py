@@ -172,8 +172,11 @@ def _refusal(node: fx.Node, label: Label, low: torch.dtype) -> str:
     """Why the kernel of a call refuses the low dtype; empty where the kernel takes it."""
     name, results = _base(node), tensors(node.meta.get("val"))
     if name in ("lstm", "mkldnn_rnn_layer"):
-        on_cpu = any(value.device.type == "cpu" for value in results)
-        return "oneDNN has no LSTM for this CPU" if on_cpu and not onednn_computes(low) else ""
+        if not any(value.device.type == "cpu" for value in results):
+            return ""
+        if low is torch.float16:
+            return "Inductor writes an LSTM in float16 out, time step by time step"
+        return "" if onednn_computes(low) else "oneDNN has no LSTM for this CPU"
     if name == "_grouped_mm" and label.op_class is OpClass.LOW:
         factors = [value for n in node.all_input_nodes if is_eligible(value := n.meta["val"])]
         fits = kernel_rows(*factors, *results, itemsize=low.itemsize)

@@ -25,7 +25,7 @@ from amp_fx.instruments.reports import explaining
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import ReasonKind
 from support.models.small import Recurrent
-from support.torch_versions import UP_TO_2_13, UP_TO_2_14
+from support.torch_versions import UP_TO_2_13
 
 
 @pytest.fixture(autouse=True)
@@ -122,16 +122,14 @@ def test_the_remedies_that_are_named_compile_a_model_of_torchs_own(way: str) -> 
 
 
 @pytest.mark.parametrize("remedied", [False, True])
-def test_the_remedy_for_recurrent_layers_compiles_what_is_around_them(remedied: bool) -> None:
+def test_what_is_around_a_recurrent_layer_is_compiled(remedied: bool) -> None:
     model, x = (Apart if remedied else Recurrent)(late=True), torch.randn(2, 4, 8)
     with amp_fx.record() as recording:
         torch.compile(model, backend="amp_fx")(x).sum().backward()
-    graphs = [[row.op for row in plan.nodes] for plan in recording.plans]
-    given_up = UP_TO_2_14 and not remedied
-    assert graphs == [["linear", "relu"], ["linear"]][: 2 - given_up]
+    assert [[row.op for row in plan.nodes] for plan in recording.plans] == [["linear", "relu"], ["linear"]]
     assert all(parameter.grad is not None for parameter in model.parameters())
-    words = "Dynamo does not support RNN, GRU, or LSTM. ", "the rest of forward is not compiled ["
-    assert remedied or recording.plans[0].graph_break.startswith(words[given_up])
+    words = "Dynamo does not support RNN, GRU, or LSTM"
+    assert remedied or recording.plans[0].graph_break.startswith(words)
 
 
 def test_a_deep_copy_of_a_model_compiled_in_place_is_not_compiled_and_one_that_is_compiled_again_is() -> None:

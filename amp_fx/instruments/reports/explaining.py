@@ -28,6 +28,7 @@ from amp_fx._torch import (
     is_left_out_in_place,
     replace_inner_compile,
     unwrapped_errors,
+    without_onednn,
 )
 from amp_fx.compiler.notices import only_looking
 from amp_fx.compiler.settings import Options
@@ -282,6 +283,7 @@ def _on_target(call: _Call, target: str) -> Report:
             call.traced_anew(),
             context as (given, named),
             compiling(program, (given, named)),
+            without_onednn(),
         ):
             torch.compile(entry, backend=tracer)(*given, **named)
         return process.call(

@@ -223,7 +223,7 @@ def near_autocast(got: Tensor, model: nn.Module, x: Tensor, most: float = 1.1, l
 
 
 class Recurrent(nn.Module):
-    """Dynamo gives up a function that touches an LSTM; ``late``: only from there on."""
+    """An LSTM in training, and what is behind it; ``late``: what is before it, too."""
 
     def __init__(self, late: bool) -> None:
         super().__init__()

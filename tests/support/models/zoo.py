@@ -203,7 +203,7 @@ def transformer_layer() -> Case:
 
 @_case
 def lstm() -> Case:
-    """Embedding, recurrence, head. Unless told to trace ``nn.LSTM``, Dynamo leaves it all to eager."""
+    """Embedding, recurrence, head. Unless told to trace it, Dynamo leaves an ``nn.LSTM`` in training to eager."""
     model = Parts(
         lambda m, tokens: m.head(m.lstm(m.embedding(tokens))[0]),
         embedding=nn.Embedding(128, 64),

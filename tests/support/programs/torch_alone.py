@@ -25,7 +25,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import ConvertFrame
 from torch._dynamo.utils import counters
 
-from support.models.small import UpDown
+from support.models.small import Recurrent, UpDown
 
 PACKAGE = Path(__file__).resolve().parents[3] / "amp_fx"
 
@@ -158,8 +158,21 @@ def forked(backend: str) -> list[float]:
         return [here, status, *json.loads(Path(folder, "child").read_text())]
 
 
+def recurrent(backend: str) -> list[float]:
+    """A layer that Dynamo gives up, whole and behind what it compiles."""
+    model, x = Recurrent(late=True), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(2))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.125)
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        found = [compiled(x).sum().item()]
+    compiled(x).sum().backward()
+    return [*found, *gradients(model)]
+
+
 PROGRAMS: tuple[Callable[[str], list[Any]], ...] = (
     forward, backward_inside, whole_step, compiled_optimizer, compiled_autograd, distributed, swapped, exported,
+    recurrent,
     # in a build for CUDA, fake tensors let autograd start threads, and no fork can do without them
     *((forked,) if torch.version.cuda is None else ()),
 )  # fmt: skip
