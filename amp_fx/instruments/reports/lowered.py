@@ -46,11 +46,12 @@ _MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
 
 
 def autocast_backend(
-    options: Mapping[str, Any] | None, failed: dict[str, None] | None = None
+    options: Mapping[str, Any] | None, failed: dict[str, None] | None = None, *, fails: bool = False
 ) -> Callable[..., Callable[..., Any]]:
     """A backend for ``torch.compile`` to compare with: torch.autocast with the results that amp_fx has.
 
-    Graphs on which autocast fails are in fp32; their names are added to ``failed``.
+    Graphs on which autocast fails are in fp32, all of them if it is known that it ``fails``; their names are added to
+    ``failed``.
 
     Autocast itself leaves some outputs in the low dtype, and stock ``torch.compile`` traces the backward under
     autocast, which rounds more than eager autocast does (pytorch#153044): both would move fewer bytes for other
@@ -60,7 +61,8 @@ def autocast_backend(
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         ambient = ambient_regions({device: opts.low_dtype(device) for device in listed_devices(gm)})
-        if (lowered := under_autocast(gm, ambient)) is gm and failed is not None:
+        lowered = gm if fails else under_autocast(gm, ambient)
+        if lowered is gm and failed is not None:
             failed[compile_id()] = None
         with autocast_shield():
             return compile_with_inductor(lowered, example_inputs, {})

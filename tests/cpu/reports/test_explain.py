@@ -243,6 +243,28 @@ def test_where_autocast_fails_the_report_says_that_it_is_compared_with_fp32() ->
     assert "fails" not in str(explained(nn.Linear(8, 8), X))
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning")
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda a, b: torch.complex(a, b).abs(),
+        lambda a, b: torch.linalg.det(a) + b,
+        lambda a, b: torch.linalg.slogdet(a)[1] + b,
+        lambda a, b: torch.special.bessel_j0(a) + b,
+        lambda a, b: torch.special.bessel_y1(a.abs()) + b,
+    ],
+)
+def test_where_a_kernel_refuses_what_autocast_makes_low_the_report_says_so_too(run: Any) -> None:
+    model = Parts(lambda m, x: run(m.one(x), m.other(x)), one=nn.Linear(8, 8), other=nn.Linear(8, 8)).eval()
+    x = torch.randn(8, 8)
+    with pytest.raises(RuntimeError), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(x)
+    with torch.no_grad():
+        report = explained(model, x)
+    assert "torch.autocast fails on" in str(report)
+    assert report.costs["torch.autocast"].casts == 0 < report.costs["amp_fx"].casts
+
+
 @pytest.mark.usefixtures("group_of_one")
 def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
     model = stacked(*(nn.Linear(512, 512) for _ in range(3)))
