@@ -117,7 +117,8 @@ class Meter:
         """Measures what rounding the value costs."""
         if rounding is None:
             largest = max(map(abs, extremes(value.detach()))) if value.numel() else 0.0
-            overflows = math.isfinite(largest) and bool(torch.tensor(largest).to(self.low).isinf())
+            in_low = torch.tensor(largest, device="cpu").to(self.low)
+            overflows = math.isfinite(largest) and bool(in_low.isinf())
             rounding = Rounding(*self.rounding(value), overflows)
         self.weigh(value, self.values, key, rounding.error, rounding.stride)
         if rounding.overflows:

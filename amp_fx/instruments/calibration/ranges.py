@@ -104,7 +104,8 @@ def fitted(sample: Tensor, low: float, high: float) -> tuple[float, int]:
     of those counts, where rounding is much the same for all. The best few are then tried on all.
     """
     shares = itertools.product(_SHARES if low else (1.0,), _SHARES if high else (1.0,))
-    below, above = (torch.tensor([*shares], dtype=torch.float64) * torch.tensor([low, high])).unbind(1)
+    ends = sample.new_tensor([low, high], dtype=torch.float64)
+    below, above = (sample.new_tensor([*shares], dtype=torch.float64) * ends).unbind(1)
     scale = (above - below) / 255
     zero = (-below / scale).round()
     ordered = sample.sort().values.double()
