@@ -62,7 +62,10 @@ def _left_out(source: Any) -> DelayGraphBreakVariable:
 
 def take_recurrent(_: object) -> None:
     """From now on Dynamo traces functions that call a recurrent layer, and some of the layers with them."""
-    wrap_module = VariableBuilder.wrap_module
+    wrap_module = getattr(VariableBuilder, "wrap_module", None)
+    if wrap_module is None:
+        # a version that looks at modules elsewhere: recurrent layers stay as it has them
+        return
 
     @functools.wraps(wrap_module)
     def wrap(self: VariableBuilder, value: nn.Module) -> Any:
