@@ -186,9 +186,9 @@ class _Graphs:
                     self._meters.append(meter)
                     with compiling(step.model, step.call):
                         measure(step, meter, compiled, probes)
-                    # the first batch decides
-                    meter.chosen = chosen = chosen or products.chosen(ways, meter.tried)
-                    ways = {call: narrowed(each) for call, each in chosen.items()}
+                    # the first batch that has a value decides
+                    meter.chosen = chosen = products.chosen(ways, meter.tried) | chosen
+                    ways = ways | {call: narrowed(each) for call, each in chosen.items()}
                     say("what roundings do", 1)
         if not self.traced:
             raise AmpFxError(

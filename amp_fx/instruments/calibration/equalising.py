@@ -4,7 +4,7 @@ In int8 a row of a value shares one scale, or the whole value does: where one ch
 have three digits less. Dividing the channel by a power of two, and multiplying the weight's by it, changes no product,
 and rounds nothing. With ``value`` and ``weight`` the largest magnitudes of a channel, its factor is ``value ** alpha /
 weight ** (1 - alpha)``: SmoothQuant, https://arxiv.org/abs/2211.10438. The best ``alpha`` differs by value; here it is
-the one of least predicted error in the first batch.
+the one of least predicted error in the first batch that has the value.
 """
 
 from __future__ import annotations
@@ -123,22 +123,22 @@ class Products:
         return found
 
     def chosen(self, ways: Mapping[CallId, Sequence[Way]], tried: Tried) -> dict[CallId, Chosen]:
-        """The way of least predicted error for each call, where scales are found and where they were measured."""
-        found: dict[CallId, Chosen] = {call: dict.fromkeys(_KINDS, each[0]) for call, each in ways.items()}
+        """The way of least predicted error for each call that ran, by scales of each call and by measured ones."""
+        ran = {(number, name) for number, name, *_ in tried}
+        found: dict[CallId, Chosen] = {
+            call: dict.fromkeys(_KINDS, each[0]) for call, each in ways.items() if call in ran
+        }
         for channels in self._values.values():
-            count = len(ways[next(iter(channels.weights))])
+            calls = [call for call in channels.weights if call in ran]
+            count = len(ways[calls[0]]) if calls else 0
             for kind in _KINDS:
                 errors = [
-                    sum(
-                        tried.get((*call, operand, at), 0.0)
-                        for call in channels.weights
-                        for operand in (kind, WEIGHT)
-                    )
+                    sum(tried.get((*call, operand, at), 0.0) for call in calls for operand in (kind, WEIGHT))
                     for at in range(count)
                 ]
-                best = min(range(count), key=errors.__getitem__)
-                if errors[best] < _WORTH * errors[0]:
-                    for call in channels.weights:
+                best = min(range(count), key=errors.__getitem__, default=0)
+                if count and errors[best] < _WORTH * errors[0]:
+                    for call in calls:
                         found[call][kind] = ways[call][best]
         return found
 

@@ -203,8 +203,9 @@ class Meter:
             if number == graph:
                 row = found.setdefault(name, CallSensitivity(name))
                 row.roles.setdefault(role, {})[operand] = _finite(sensitivity)
+        ran = {(number, name) for number, name, *_ in self.tried}
         for (number, name), chosen in self.chosen.items():
-            if number == graph:
+            if number == graph and (number, name) in ran:
                 self._add_chosen(found.setdefault(name, CallSensitivity(name)), (number, name), chosen)
         return list(found.values())
 

@@ -16,7 +16,7 @@ import amp_fx
 from amp_fx import CalibratedPlan, Calibration, Plan
 from amp_fx.instruments.calibration.ranges import Ranges
 from amp_fx.precision.plans.plan import NodePlan
-from amp_fx.precision.plans.sensitivity import INPUT, MEASURED, Sensitivity
+from amp_fx.precision.plans.sensitivity import INPUT, MEASURED, GraphSensitivity, Sensitivity
 from support.models.calibrated import calibrated, compiled, wrong
 from support.models.small import Parts
 from support.programs.target_process import needs_a_target
@@ -138,6 +138,32 @@ def test_a_product_is_what_it_was_whatever_the_powers_are(net: Any, cal: Calibra
 def test_channels_that_are_alike_are_left_alone() -> None:
     even = calibrated(uneven(1.0), tokens())
     assert not any(call.equalisation for graph in even.sensitivity.graphs for call in graph.calls)
+
+
+def test_a_call_that_some_batches_leave_out_counts_where_it_runs() -> None:
+    def program(m: Any, x: Tensor) -> Tensor:
+        y = m.norm(x)
+        return m.head(m.up(y) if len(x) < 16 else m.down(m.up(y)).tanh())
+
+    net: Any = uneven()
+    net.down, net.up, net.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+    part = Parts(program, norm=net.norm, up=net.up, down=net.down, head=net.head).eval()
+    few, many = tokens(4), tokens(16)
+    beside = calibrated(part, [few, many]).sensitivity
+
+    def added(graph: GraphSensitivity) -> dict[str, tuple[float, float]]:
+        paths = {row.name: row.module_path for row in graph.outline.nodes if row.op == "linear"}
+        calls = {paths[call.name]: call for call in graph.calls if call.name in paths}
+        return {
+            path: (call.roles["forward"]["input"] or 0.0, call.value or 0.0)
+            for path, call in calls.items()
+            if path != "head"
+        }
+
+    for batch, graph in zip((few, many), beside.graphs, strict=True):
+        [alone] = calibrated(part, batch).sensitivity.graphs
+        for path, wanted in added(alone).items():
+            assert all(0.6 < one / other < 1.6 for one, other in zip(added(graph)[path], wanted, strict=True))
 
 
 def test_calls_that_read_one_value_divide_it_once(net: Any, cal: Calibration) -> None:
