@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import quantised_ops
-from amp_fx.graphs.calls import argument_value, is_cast, is_returned, readers
+from amp_fx.graphs.calls import argument_value, graph_inputs_of, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, KEPT_META, PART, STEP_META, TIED, Kept
 from amp_fx.graphs.rewriter import Rewriter
@@ -84,7 +84,8 @@ class MarkStored(Pass):
        beside it.
     5. what is computed from weights alone to quantise them, as of a convolution with a folded BatchNorm, is stored
        beside them; weights that nothing reads then go.
-    6. anything else (written to, read in fp32 too, or with a cast that is written to or returned) keeps its dtype and
+    6. powers by which values are equalised, beside a weight that is read in other forms, too.
+    7. anything else (written to, read in fp32 too, or with a cast that is written to or returned) keeps its dtype and
        its casts.
 
     Before, and after::
@@ -121,7 +122,9 @@ class MarkStored(Pass):
                         _mark(cast, holder, "", dtype)
             if form is not None or dtype is not None:
                 stored.update(names)
-        self._mark_steps(gm.graph, {name for names in self.weights for name in names} - stored)
+        names = {name for names in self.weights for name in names}
+        self._mark_steps(gm.graph, names - stored)
+        _mark_powers(gm.graph, names)
         return PassResult(f"{len(stored)} weights are stored low", len(stored))
 
     def _mark_steps(self, graph: fx.Graph, weights: Collection[str]) -> None:
@@ -168,6 +171,20 @@ class MarkStored(Pass):
         dtypes = rows if self.tables == "low" and not wanted else wanted
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
         return dtype if dtype in LOW_DTYPES else None
+
+
+def _mark_powers(graph: fx.Graph, weights: Collection[str]) -> None:
+    """Case 6 of :class:`MarkStored`: no program has the literals that powers are made of."""
+    made = 0
+    for literal in graph.find_nodes(op="call_function", target=torch.tensor):
+        for powers in literal.users:
+            sources = [*dict.fromkeys(graph_inputs_of(powers))]
+            if STEP_META not in powers.meta or KEPT_META in powers.meta or len(sources) != 1:
+                continue
+            [weight] = sources
+            if weight.name in weights:
+                made += 1
+                _mark(powers, weight, f"{_BESIDE[2]}_{made}")
 
 
 def _parts(graph: fx.Graph) -> dict[fx.Node, list[tuple[fx.Node, Part]]]:

@@ -20,7 +20,7 @@ from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
 from amp_fx.precision.plans.label import label_of
 from amp_fx.precision.policy import OpClass
-from amp_fx.precision.policy.forms import ScaledRows, powers_of_two, with_norm
+from amp_fx.precision.policy.forms import ScaledRows, powers_beside, with_norm
 from amp_fx.precision.policy.levels import Kernel, Level
 from amp_fx.precision.policy.scaled import Product, dequantised, quantised, whole
 from amp_fx.runtime.widened import held_pair
@@ -164,10 +164,7 @@ class _CapturedQuantiser(Quantiser):
         if key not in self._divided or self._is_written(value.source):
             form = ScaledRows(level.name, not weight.transposed, self._bits, weight.equalisation)
             with self._call.before(matmul.node):
-                powers = powers_of_two([-each for each in weight.equalisation], value.source, self._call)
-                # made of the weight, and no view of anything, so that it is kept with the weight's copy
-                one = self._call(aten.new_ones.default, weight.source, [1])
-                powers = self._call(aten.mul.Tensor, powers, one)
+                powers = powers_beside([-each for each in weight.equalisation], weight.source, self._call)
                 powers.meta[PART] = Part(weight.source, form, 2)
                 self._divided[key] = self._call(aten.mul.Tensor, value.source, powers)
         source = self._divided[key]

@@ -22,7 +22,7 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import listed_devices
 from amp_fx.instruments.batches import call_of, compiling
 from amp_fx.instruments.calibration.calibration import Calibration
-from amp_fx.instruments.calibration.equalising import Chosen, Products, Way, narrowed
+from amp_fx.instruments.calibration.equalising import Chosen, Products, Way, first_ways, narrowed
 from amp_fx.instruments.calibration.measuring import run_measured
 from amp_fx.instruments.calibration.meter import Meter, measure
 from amp_fx.instruments.calibration.ranges import CallId, Ranges
@@ -186,10 +186,12 @@ class _Graphs:
                     self._meters.append(meter)
                     with compiling(step.model, step.call):
                         measure(step, meter, compiled, probes)
-                    # the first batch that has a value decides
-                    meter.chosen = chosen = products.chosen(ways, meter.tried) | chosen
+                    # the first batch that a value counts in decides
+                    chosen = products.chosen(ways, meter.tried) | chosen
                     ways = ways | {call: narrowed(each) for call, each in chosen.items()}
                     say("what roundings do", 1)
+        for meter in self._meters:
+            meter.chosen = first_ways(meter.ways) | chosen
         if not self.traced:
             raise AmpFxError(
                 "Dynamo made no graph that amp_fx rewrites; nothing was measured. "

@@ -123,7 +123,10 @@ class Products:
         return found
 
     def chosen(self, ways: Mapping[CallId, Sequence[Way]], tried: Tried) -> dict[CallId, Chosen]:
-        """The way of least predicted error for each call that ran, by scales of each call and by measured ones."""
+        """The way of least predicted error for each call, by scales of each call and by measured ones.
+
+        Calls are left out where a batch says nothing: what did not run, or changes nothing that is judged.
+        """
         ran = {(number, name) for number, name, *_ in tried}
         found: dict[CallId, Chosen] = {
             call: dict.fromkeys(_KINDS, each[0]) for call, each in ways.items() if call in ran
@@ -137,8 +140,10 @@ class Products:
                     for at in range(count)
                 ]
                 best = min(range(count), key=errors.__getitem__, default=0)
-                if count and errors[best] < _WORTH * errors[0]:
-                    for call in calls:
+                for call in calls:
+                    if not errors[0]:
+                        found.pop(call, None)
+                    elif errors[best] < _WORTH * errors[0] and call in found:
                         found[call][kind] = ways[call][best]
         return found
 
@@ -146,6 +151,11 @@ class Products:
 def divisors(exponents: tuple[int, ...], like: Tensor) -> Tensor:
     """The numbers that a value is multiplied by to be divided: one for each channel, or one for all that are not."""
     return powers_of_two([-each for each in exponents] or [0], like, run)
+
+
+def first_ways(ways: Mapping[CallId, Sequence[Way]]) -> dict[CallId, Chosen]:
+    """The way to read each call as it is."""
+    return {call: dict.fromkeys(_KINDS, each[0]) for call, each in ways.items()}
 
 
 def narrowed(chosen: Chosen) -> list[Way]:

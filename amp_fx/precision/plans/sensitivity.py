@@ -216,6 +216,9 @@ def combined(
         # of a model in several states the widest
         widest = max(calls, key=lambda call: call.scales.get(INPUT, (0.0, 0)))
         known = widest.scales, widest.equalisation
+        if any(call.equalisation != widest.equalisation for call in calls if FORWARD in call.roles):
+            # divided in other ways, neither errors nor scales compare: it stays in 16 bits
+            known, roles[FORWARD] = ({}, {}), dict.fromkeys(roles[FORWARD])
         found.append(CallSensitivity(name, values, gradients, reads, roles, *known))
     return found
 

@@ -51,7 +51,8 @@ class ScaledRows:
         level, is_wide = LEVELS[self.level], dtype is torch.float32
         rows = weight if self.in_rows else call(aten.permute.default, weight, [1, 0])
         if self.equalisation:
-            rows, is_wide = call(aten.mul.Tensor, rows, powers_of_two(self.equalisation, rows, call)), True
+            powers = powers_beside(self.equalisation, weight, call)
+            rows, is_wide = call(aten.mul.Tensor, rows, powers), True
         scale = scale_of(rows, level.dtype, [[-1]], call, powers=level.powers, is_wide=is_wide)
         if level.dtype is torch.int8 and self.bits < 8:
             scale = call(aten.mul.Tensor, scale, 2.0 ** (self.bits - 8))
@@ -63,6 +64,12 @@ def powers_of_two(exponents: Sequence[int], like: Any, call: Emit) -> Any:
     """Powers of two in fp32, one for each exponent, on the device of another value."""
     value = like.meta["val"] if hasattr(like, "meta") else like
     return call(torch.tensor, [2.0**each for each in exponents], dtype=torch.float32, device=value.device)
+
+
+def powers_beside(exponents: Sequence[int], weight: Any, call: Emit) -> Any:
+    """Powers of two as they are computed from a weight, so that they are kept, or stored, beside it."""
+    one = call(aten.new_ones.default, weight, [1])
+    return call(aten.mul.Tensor, powers_of_two(exponents, weight, call), one)
 
 
 def with_norm(

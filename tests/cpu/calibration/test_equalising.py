@@ -282,3 +282,59 @@ def test_on_a_gpu_the_kernel_that_scales_a_value_divides_it() -> None:
 
     # the powers alone, in fp32, for one value of 512 channels
     assert moved(equalised=True) - moved(equalised=False) <= 2 * 4 * 512
+
+
+def embedding_tied_to_the_equalised_weight(m: Any, x: Tensor) -> Tensor:
+    ids = (x[..., 0] * 100).long() % 64
+    return m.head(m.one(m.norm(x)).tanh() + nn.functional.embedding(ids, m.one.weight))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        embedding_tied_to_the_equalised_weight,
+        lambda m, x: m.head((m.one(m.norm(x)) + m.one(x)).tanh()),
+        lambda m, x: m.head((m.one(m.norm(x)) + m.one(m.norm(x.roll(3, -1)) * m.norm.weight)).tanh()),
+        lambda m, x: m.head((m.norm(x) @ m.one.weight + nn.functional.linear(x, m.one.weight)).tanh()),
+        lambda m, x: m.head(m.one(m.norm(x)).tanh()) * m.one.weight.norm(),
+        lambda m, x: (m.head(m.one(m.norm(x)).tanh()), m.one.weight.sum(0)),
+    ],
+)
+def test_a_weight_that_is_read_in_other_forms_too_is_exported(program: Any) -> None:
+    net: Any = uneven()
+    part = Parts(program, norm=net.norm, one=net.one, head=net.head).eval()
+    # by scales that each call finds
+    cal = calibrated(part, tokens(16))
+    plan, x = plan_of(cal, INPUT), tokens()
+    assert any(row.equalisation for row in plan.plans[0].nodes)
+    exported = amp_fx.export(part, (x,), plan=plan.plans, int8_range="reduced").module()(x)
+    got, *_ = exported if isinstance(exported, tuple) else (exported,)
+    whole = part
+    if isinstance(exported, tuple):
+        whole = Parts(lambda m, x: m.of(x)[0], of=part)
+    assert wrong(got, whole, x) < 3 * cal.predict(plan.plans)
+
+
+def test_a_batch_that_says_nothing_decides_nothing() -> None:
+    part = Parts(
+        lambda m, x: m.head(m.up(m.norm(x) * x.abs().amax().sign()).tanh()),
+        norm=uneven().norm,
+        up=nn.Linear(64, 64),
+        head=nn.Linear(64, 8),
+    ).eval()
+    batches = [torch.zeros(16, 32, 64), tokens(16)]
+    found = [
+        rows_of(plan_of(calibrated(part, each), INPUT))["up"].equalisation for each in (batches, batches[1])
+    ]
+    assert found[0] == found[1] != ()
+
+
+def test_states_that_would_be_equalised_in_other_ways_stay_in_16_bits() -> None:
+    first, second = uneven(), uneven()
+    second.norm.weight.data = second.norm.weight.data.roll(5)
+    cal = Calibration.worst(*(calibrated(net, tokens(16)) for net in (first, second)))
+    plan, x = cal.plan(budget=100, verify=False), tokens(16)
+    assert {"one", "other", "up"}.isdisjoint(path for path, row in rows_of(plan).items() if row.levels_below)
+    for net in (first, second):
+        with torch.inference_mode():
+            assert wrong(compiled(net, plan.plans)(x), net, x) < 1.5 * plan.point.error
