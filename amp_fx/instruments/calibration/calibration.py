@@ -62,8 +62,8 @@ class Calibration:
             plan = amp_fx.Calibration.worst(early, late).plan()
 
         They are of one program, with the same low dtype, else PlanError; profile, target and rules are those of the
-        last. Plans are checked in each state that is a module of its own. OptionsError where no calibration is
-        given.
+        last. Plans are checked in each state that is a module of its own. Calls whose channels the states would divide
+        in other ways for int8 stay in 16 bits. OptionsError where no calibration is given.
         """
         if not calibrations:
             raise OptionsError("worst takes at least one calibration; got none.")
