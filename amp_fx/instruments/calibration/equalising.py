@@ -134,7 +134,9 @@ class Products:
         for channels in self._values.values():
             calls = [call for call in channels.weights if call in ran]
             count = len(ways[calls[0]]) if calls else 0
-            for kind in _KINDS:
+            # where no scale was measured, there is one kind of reading
+            is_measured = bool(calls) and ways[calls[0]][0].scale is not None
+            for kind in _KINDS if is_measured else (INPUT,):
                 errors = [
                     sum(tried.get((*call, operand, at), 0.0) for call in calls for operand in (kind, WEIGHT))
                     for at in range(count)

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch._dynamo.variables.builder import VariableBuilder
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import amp_fx
-from amp_fx._torch import onednn_computes, without_onednn
+from amp_fx._torch import onednn_computes, take_recurrent, without_onednn
 from amp_fx.passes.forward import hazards
 from support.checks.whole_program import agree
 from support.models.small import Parts, near_autocast
@@ -223,3 +224,11 @@ def test_an_lstm_runs_low_where_that_is_one_kernel(dtype: str, monkeypatch: pyte
         plan = rewrite(between(lstm()), X, options={"dtype": dtype}).plan
     (row,) = plans(plan, "lstm")
     assert row.dtype is (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+
+
+def test_a_version_that_looks_at_modules_elsewhere_keeps_its_recurrent_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(VariableBuilder, "wrap_module")
+    take_recurrent(None)
+    assert not hasattr(VariableBuilder, "wrap_module")
