@@ -21,7 +21,7 @@ import amp_fx
 import amp_fx.compiler.backend
 from amp_fx._torch import dynamo as hooks
 from amp_fx.compiler import notices
-from amp_fx.instruments.reports import explaining
+from amp_fx.instruments import progress
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import ReasonKind
 from support.models.small import Recurrent
@@ -173,15 +173,15 @@ def test_it_is_told_once_and_only_where_amp_fx_was_asked(backend: str, caplog: A
 
 
 def test_a_terminal_sees_a_line_that_goes_again_if_it_takes_long(monkeypatch: Any, capsys: Any) -> None:
-    with explaining.progress("counting"):
+    with progress.progress("counting"):
         pass
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with explaining.progress("counting"):
+    with progress.progress("counting"):
         pass
     assert capsys.readouterr().err == "", "no terminal, or quick"
-    monkeypatch.setattr(explaining, "PATIENCE", 0.01)
+    monkeypatch.setattr(progress, "PATIENCE", 0.01)
     before = threading.active_count()
-    with explaining.progress("counting"):
+    with progress.progress("counting"):
         time.sleep(0.2)
     said = capsys.readouterr().err
     assert "counting" in said

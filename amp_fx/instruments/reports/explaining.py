@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +32,7 @@ from amp_fx.compiler.settings import Options
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.values import program_device
 from amp_fx.instruments.batches import arguments_of, compiling
+from amp_fx.instruments.progress import progress
 from amp_fx.instruments.reports.advice import (
     NOT_COMPILED,
     Advice,
@@ -61,8 +59,6 @@ from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.plans.sensitivity import Sensitivity, add_sensitivities
 from amp_fx.precision.policy.table import DEVICES
 
-#: seconds until the line of :func:`progress` appears
-PATIENCE = 5.0
 #: how Dynamo's message about recurrent layers begins, and what to do. Its own hint is torch._dynamo.config.allow_rnn,
 #: with which Inductor fails on an LSTM in training (torch 2.13, CPU)
 _RECURRENT, _LEFT_OUT = "Attempted to wrap RNN, GRU, or LSTM", "Dynamo does not support RNN, GRU, or LSTM"
@@ -309,28 +305,3 @@ def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -
     for plan in report.plans:
         plan.graph_break = breaks[plan.graph] if plan.phase == "forward" else ""
     return report
-
-
-@contextlib.contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Shows a text and the seconds that have passed, from the fifth on; nothing where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    start, done = time.monotonic(), threading.Event()
-
-    def show() -> None:
-        wait, end = PATIENCE, ""
-        while not done.wait(wait):
-            print(f"\r{text}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
-            # at last the line goes
-            wait, end = 1.0, "\r\033[K"
-        print(end, end="", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
