@@ -109,7 +109,7 @@ def adds_fp32_bias(dtype: torch.dtype) -> bool:
     """Whether oneDNN's packed convolution in a 16-bit dtype takes a bias in fp32 and does not round it: tried once."""
     if not onednn_packs(dtype):
         return False
-    one, unit, none = torch.Size((1, 1, 1, 1)), [1, 1], [0, 0]
+    one, unit, none = torch.Size((1, 1, 1, 1)), (1, 1), (0, 0)
     with _disable_current_modes():
         weight = packing("convolution", one, dtype, none, unit, unit, 1, tuple(one))(
             torch.ones(one, dtype=dtype)

@@ -170,6 +170,8 @@ def _attention(
 def _packed(program: torch.export.ExportedProgram) -> tuple[torch.export.ExportedProgram, HoldPacked]:
     """A program that holds what it computes of its weights, and the pass that has Inductor hold them packed."""
     gm = adopt(program.graph_module, {})
+    # Inductor would leave out what nobody reads, and packed weights with it
+    gm.graph.eliminate_dead_code()
     inputs, written = gm.graph.find_nodes(op="placeholder"), storages_written_in(gm.graph)
     values = {weight.name: weight.value for weight in weights_of(program)}
     weights = [n for n in inputs if n.name in values and is_plain(n) and storage_of(n) not in written]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Asked:
     def __init__(self, *, fails: bool = False) -> None:
         self.configs: dict[str, Any] = {}
         self.calls: Counter[object] = Counter()
+        #: constants that oneDNN has packed
+        self.held = 0
         self._fails = fails
 
     def __call__(self, program: ExportedProgram, path: str, configs: dict[str, Any]) -> None:
@@ -56,6 +59,8 @@ class Asked:
             if (passes := configs.get(f"{stage}_custom_pre_pass")) is not None:
                 passes(gm.graph)
         self.calls = Counter(node.target for node in gm.graph.nodes if node.op == "call_function")
+        constants = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
+        self.held = sum(operator.attrgetter(name)(gm).is_mkldnn for name in constants)
         assert not [call for call in map(str, self.calls) if "amp_fx" in call], (
             "what loads a package has no amp_fx"
         )
@@ -230,6 +235,13 @@ def test_regions_of_autocast_stay_in_a_program_that_has_them(asked: Asked) -> No
     amp_fx.package(plain, "package.pt2")
     # it casts what the linear reads, and nothing is packed
     assert (asked.calls[CAST], packed(asked)) == (3, (0, 0))
+
+
+def test_a_product_that_nobody_reads_is_not_packed(asked: Asked) -> None:
+    # as an encoder's pooler is: torch.export keeps it, and Inductor leaves it out
+    net = Parts(lambda m, x: (m.pooler(x), m.linear(x))[1], pooler=nn.Linear(64, 64), linear=nn.Linear(64, 64))
+    amp_fx.package(torch.export.export(net, (torch.randn(2, 64),)), "package.pt2")
+    assert asked.held == 1
 
 
 @pytest.mark.bf16
