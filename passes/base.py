@@ -47,6 +47,9 @@ class PassContext:
     #: is stored low
     folded: frozenset[str] = frozenset()
     weight_bits: int = 8  # of weights in int8
+    times_calls: bool = (
+        False  # the graph runs on this machine, and calls whose prices are uncertain may be timed
+    )
     disabled: frozenset[str] = frozenset()  # names of passes that do not run
 
 

@@ -13,6 +13,7 @@ Open ``inductor.py`` first.
 
 # ruff: noqa: F403  # each file says in __all__ what it is for
 
+from amp_fx._torch.convolutions import *
 from amp_fx._torch.derivatives import *
 from amp_fx._torch.dynamo import *
 from amp_fx._torch.faults import *
@@ -24,3 +25,4 @@ from amp_fx._torch.packing import *
 from amp_fx._torch.recurrent import *
 from amp_fx._torch.tensors import *
 from amp_fx._torch.tracing import *
+from amp_fx._torch.trials import *

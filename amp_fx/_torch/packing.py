@@ -9,7 +9,6 @@ A packed tensor is opaque: it has sizes, and no strides. In a graph that is comp
 from __future__ import annotations
 
 import logging
-import timeit
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,13 +19,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_fx._torch.tracing import OpOverload, onednn_computes, own_op, quantised_ops
+from amp_fx._torch.tracing import onednn_computes, quantised_ops
 from amp_fx.runtime.state import cache_results
 
 __all__ = [
-    "LINEAR", "LINEAR_INT8", "Packing", "adds_fp32_bias", "convolution_int8_op", "convolution_op", "fuse_quantised",
-    "is_faster_as_convolution", "multiplies_int8", "onednn_packs", "packed_memory", "packing",
-    "pointwise_convolution", "pointwise_convolution_int8", "takes_packed_inputs",
+    "CONVOLUTION_INT8", "LINEAR", "LINEAR_INT8", "Packing", "fuse_quantised", "multiplies_int8", "onednn_packs",
+    "packed_memory", "packing", "takes_packed_inputs",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -37,7 +35,7 @@ _mkldnn, _onednn = torch.ops.mkldnn, torch.ops.onednn
 LINEAR = _mkldnn._linear_pointwise.default
 #: ``(x, scale, zero point, packed, scales, zero points, bias, scale, zero point, dtype, "none", [], "")``
 LINEAR_INT8 = _onednn.qlinear_pointwise.default
-_CONVOLUTION_INT8 = _onednn.qconv_pointwise.default
+CONVOLUTION_INT8 = _onednn.qconv_pointwise.default
 
 _PACK: dict[str, Callable[..., Tensor]] = {
     "linear": _mkldnn._reorder_linear_weight,
@@ -104,119 +102,9 @@ def multiplies_int8() -> bool:
     return is_exact
 
 
-@cache_results()
-def adds_fp32_bias(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's packed convolution in a 16-bit dtype takes a bias in fp32 and does not round it: tried once."""
-    if not onednn_packs(dtype):
-        return False
-    one, unit, none = torch.Size((1, 1, 1, 1)), (1, 1), (0, 0)
-    with _disable_current_modes():
-        weight = packing("convolution", one, dtype, none, unit, unit, 1, tuple(one))(
-            torch.ones(one, dtype=dtype)
-        )
-        # the sum is exact in 16 bits, its bias is not
-        given = torch.full(one, -1.0, dtype=dtype), weight, torch.tensor([1 + 2**-12])
-        try:
-            total = convolution_op()(*given, unit, none, unit, False, none, 1, False)
-        except RuntimeError:
-            return False
-    return total.item() == 2**-12
-
-
 def packed_memory(packed: Tensor) -> tuple[int, int]:
     """Address and bytes of a tensor that oneDNN has packed."""
     return int(_mkldnn.data_ptr(packed)), int(_mkldnn._nbytes(packed))
-
-
-@cache_results()
-def is_faster_as_convolution(sizes: tuple[int, int, int], dtype: torch.dtype, threads: int) -> bool:
-    """Whether oneDNN takes clearly less time for a product that it is given as a convolution with a window of one.
-
-    Up to version 3.13, with AMX, its products may leave threads without work: with two threads, one of them for
-    512 x 768 by 768 x 768. Which ones follows no rule, so both are timed. ``sizes``: rows, columns, contracted.
-    """
-    rows, columns, contracted = sizes
-    is_asked = threads > 1 and dtype is not torch.float32 and torch.cpu._is_amx_tile_supported()
-    if not is_asked or not 2**26 <= rows * columns * contracted <= 2**32:
-        return False
-    with _disable_current_modes():
-        x, weight = (torch.zeros(size, contracted, dtype=dtype) for size in (rows, columns))
-        image, kernel = x.t()[None, ..., None], weight[..., None, None]
-        matrix = packing("linear", weight.shape, dtype, rows)(weight)
-        window = (0, 0), (1, 1), (1, 1), 1
-        kernel = packing("convolution", kernel.shape, dtype, *window, tuple(image.shape))(kernel)
-        calls = (
-            partial(LINEAR, x, matrix, None, "none", [], ""),
-            partial(_mkldnn._convolution_pointwise.default, image, kernel, None, *window, "none", [], ""),
-        )
-        linear, convolution = (min(timeit.repeat(call, number=1, repeat=12)) for call in calls)
-    return convolution < 0.85 * linear
-
-
-# ---- convolutions
-
-
-def convolution_op() -> OpOverload:
-    """``aten.convolution`` with a packed weight, and with the strides of that; torch knows it once this was called.
-
-    oneDNN's own call returns channels last whatever it is given, which a program's views may not fit: it takes the
-    place of this one (:func:`pointwise_convolution`) when strides are settled. The last argument tells them, as they
-    depend on the weight's before it was packed.
-    """
-    return own_op(
-        "packed_convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
-        "bool transposed, int[] output_padding, int groups, bool channels_last) -> Tensor",
-        _run_convolution,
-        _convolution_meta,
-    )
-
-
-def pointwise_convolution(*args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
-    """The call of oneDNN, and its arguments, for the arguments of :func:`convolution_op`."""
-    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, _ = args
-    op = _mkldnn._convolution_transpose_pointwise if transposed else _mkldnn._convolution_pointwise
-    paddings = (padding, output_padding) if transposed else (padding,)
-    return op.default, (x, weight, bias, *paddings, stride, dilation, groups, "none", [], "")
-
-
-def convolution_int8_op() -> OpOverload:
-    """The op of a convolution of a uint8 value by an int8 weight, each with scale and zero point."""
-    return own_op(
-        "packed_convolution_int8(Tensor x, float scale, int zero_point, Tensor weight, Tensor scales, Tensor zeros, "
-        "Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, ScalarType dtype, bool channels_last) "
-        "-> Tensor",
-        lambda *args: _CONVOLUTION_INT8(*pointwise_convolution_int8(*args)[1]),
-        _convolution_int8_meta,
-    )
-
-
-def pointwise_convolution_int8(*args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
-    """The call of oneDNN, and its arguments, for the arguments of :func:`convolution_int8_op`."""
-    *given, dtype, _ = args
-    return _CONVOLUTION_INT8, (*given, 1.0, 0, dtype, "none", [], "")
-
-
-def _convolution_int8_meta(*args: Any) -> Tensor:
-    x, _scale, _zero, weight, _scales, _zeros, _bias, *given, groups, dtype, channels_last = args
-    given += False, [0, 0], groups, channels_last
-    return _convolution_meta(x.to(dtype), weight.to(dtype), None, *given)
-
-
-def _run_convolution(*args: Any) -> Tensor:
-    op, given = pointwise_convolution(*args)
-    x, weight, _, *more = args
-    plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    like = _convolution_meta(x.to("meta"), plain, None, *more)
-    # the strides that the graph was traced with
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(op(*given))
-
-
-def _convolution_meta(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
-    # that of a transposed one is the other way round once it is packed
-    weight = weight.transpose(0, 1) if more[4] else weight
-    out = torch.ops.aten.convolution.default(x, weight, *more[:-1])
-    last = torch.channels_last if out.ndim == 4 else torch.channels_last_3d
-    return torch.empty_like(out, memory_format=last if more[-1] else torch.contiguous_format)
 
 
 # ---- Inductor
@@ -234,7 +122,7 @@ def fuse_quantised(graph: fx.Graph) -> bool:
 
 
 #: what is added as well stands behind the weight
-_ADDING = {LINEAR_INT8: _onednn.qlinear_pointwise.binary, _CONVOLUTION_INT8: _onednn.qconv2d_pointwise.binary}
+_ADDING = {LINEAR_INT8: _onednn.qlinear_pointwise.binary, CONVOLUTION_INT8: _onednn.qconv2d_pointwise.binary}
 
 
 def _fuse(activation: str, algorithm: str, match: Any, *_: Any, other: Any = None, **named: Any) -> None:
@@ -253,7 +141,7 @@ def _fuse(activation: str, algorithm: str, match: Any, *_: Any, other: Any = Non
         if not isinstance(other, fx.Node) or other.meta["val"].shape != product.meta["val"].shape:
             return
         added = 1.0, 0, "add", 1.0
-        if op is _CONVOLUTION_INT8:
+        if op is CONVOLUTION_INT8:
             if other.target is not quantised_ops().dequantize_per_tensor.default:
                 return
             # it adds where that lies, which nobody may read later: bytes if it writes bytes
@@ -299,7 +187,7 @@ def _fusions() -> Any:
     # on ARM they do nothing beside
     if _mkldnn._is_mkldnn_acl_supported():
         return found
-    for op, count, activations in ((LINEAR_INT8, 13, gelu), (_CONVOLUTION_INT8, 17, others)):
+    for op, count, activations in ((LINEAR_INT8, 13, gelu), (CONVOLUTION_INT8, 17, others)):
         product = partial(call, op, more=count)
         added = [call(aten.add.Tensor, *pair) for pair in ((product(), other), (other, product()))]
         for pattern in (product(), *added, *map(cast, added)):
@@ -319,24 +207,32 @@ def takes_packed_inputs(gm: fx.GraphModule, calls: Iterable[fx.Node]) -> None:
     """Has Inductor take packed weights that are inputs of a graph, where it looks for constants of the graph.
 
     There has to be one for a linear, and from torch 2.15 on a packed one, or a transposed convolution gets wrong sizes.
+    And it casts nothing beside a bias in fp32: what is packed can be read by oneDNN alone.
     """
     read = {given for call in calls for given in call.all_input_nodes}
     _inputs[gm] = frozenset(str(node.target) for node in read if node.op == "placeholder")
     from torch._inductor.lowering import lowerings
 
-    packets = _mkldnn._linear_pointwise, _mkldnn._convolution_transpose_pointwise, _onednn.qlinear_pointwise
-    for op in (getattr(packet, name) for packet in packets for name in packet.overloads()):
-        if op in lowerings and not isinstance(lowerings[op], partial):  # it is wrapped once
-            names = [argument.name for argument in op._schema.arguments]
-            weight = "qw" if "qw" in names else "W"
-            lowerings[op] = partial(_lower_with_constant, lowerings[op], names.index(weight))
+    constants = _mkldnn._linear_pointwise, _mkldnn._convolution_transpose_pointwise, _onednn.qlinear_pointwise
+    others = _mkldnn._convolution_pointwise, _mkldnn._convolution_pointwise_
+    for packet in constants + others:
+        for op in (getattr(packet, name) for name in packet.overloads()):
+            if op in lowerings and not isinstance(lowerings[op], partial):  # it is wrapped once
+                names = [argument.name for argument in op._schema.arguments]
+                weight = names.index("qw" if "qw" in names else "W") if packet in constants else None
+                lowerings[op] = partial(_lower, lowerings[op], weight)
 
 
-def _lower_with_constant(lower: Callable[..., Any], position: int, *args: Any, **kwargs: Any) -> Any:
+def _lower(lower: Callable[..., Any], constant: int | None, *args: Any, **kwargs: Any) -> Any:
+    """Lowers a call of oneDNN; ``constant``: the position of an argument that has to be a constant."""
     from torch._inductor.virtualized import V
 
-    constants, name = V.graph.constants, args[position].get_name()
-    if name in constants or name not in _inputs.get(V.graph.module, ()):
+    if V.graph.module not in _inputs:
+        return lower(*args, **kwargs)
+    # without what makes one dtype of all arguments
+    lower = getattr(lower, "__wrapped__", lower)
+    constants, name = V.graph.constants, "" if constant is None else args[constant].get_name()
+    if name in constants or name not in _inputs[V.graph.module]:
         return lower(*args, **kwargs)
     with _disable_current_modes():
         constants[name] = torch.zeros(1, dtype=torch.float32).to_mkldnn()

@@ -74,7 +74,13 @@ def rewrite(
                 folded |= {cast.name}
         profile = resolve(opts.profile, device)
         context = PassContext(
-            opts.policy, opts.numerics, profile, training, folded=folded, disabled=opts.disable_passes
+            opts.policy,
+            opts.numerics,
+            profile,
+            training,
+            folded=folded,
+            disabled=opts.disable_passes,
+            times_calls=opts.profile == "auto",
         )
         if opts.plan is not None:
             plan = replay(captured, opts, device, selection, context)

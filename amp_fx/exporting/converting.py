@@ -204,7 +204,13 @@ def _convert(
         )
     names, bits = frozenset(weight.name for weight in weights), 7 if own["int8_range"] == "reduced" else 8
     context = PassContext(
-        opts.policy, opts.numerics, profile, folded=names, weight_bits=bits, disabled=opts.disable_passes
+        opts.policy,
+        opts.numerics,
+        profile,
+        folded=names,
+        weight_bits=bits,
+        disabled=opts.disable_passes,
+        times_calls=opts.profile == "auto",
     )
     selection, means = PassSelection(keep=KeepWeights(tuple(w.name for w in kept)), store=store), ""
     if opts.plan is not None:

@@ -43,14 +43,23 @@ CONVOLUTIONS = {_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default
 CONVOLUTIONS |= {_aten.conv_transpose2d.input, _aten.conv_transpose3d.input}
 
 
+def base_name(node: fx.Node) -> str:
+    """``"add"`` for ``aten.add.Tensor`` and ``aten.add_.Tensor``."""
+    if not isinstance(node.target, OpOverload):
+        return ""
+    return node.target._schema.name.removeprefix("aten::").removesuffix("_")
+
+
 def convolves(node: fx.Node) -> bool:
-    """True for such a convolution over two or three dimensions."""
-    return node.target in CONVOLUTIONS and argument_value(node, "weight").meta["val"].ndim > 3
+    """True for such a convolution."""
+    return node.target in CONVOLUTIONS
 
 
 def is_channels_last(node: fx.Node) -> bool:
     """True where the channels of a convolution's result lie next to each other."""
-    return node.meta["val"].stride(1) == 1 != node.meta["val"].stride(-1)
+    # a product of sizes that are not known is no 1
+    channels, *_, columns = node.meta["val"].stride()[1:]
+    return isinstance(channels, int) and channels == 1 and not (isinstance(columns, int) and columns == 1)
 
 
 def convolution_settings(node: fx.Node) -> dict[str, Any]:

@@ -14,11 +14,20 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, OpOverload, kernel_rows, onednn_computes
-from amp_fx.graphs.calls import argument_value, arguments, behind, functional, readers, tensor_arguments
+from amp_fx._torch import FakeTensor, OpOverload
+from amp_fx.graphs.calls import (
+    argument_value,
+    arguments,
+    base_name,
+    behind,
+    functional,
+    readers,
+    tensor_arguments,
+)
 from amp_fx.graphs.keys import TIED
 from amp_fx.graphs.traits import Trait, has_trait, op_row
-from amp_fx.graphs.values import is_eligible, numel, sources_in, tensors, written_arguments
+from amp_fx.graphs.values import numel, sources_in, tensors, written_arguments
+from amp_fx.passes.forward.refusals import refusal
 from amp_fx.precision.plans.label import Label, Reason, ReasonKind, label_of
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.table import lookup
@@ -91,7 +100,7 @@ def exp_sum(graph: fx.Graph) -> Hazards:
     """
     reads = _reads(graph)
     for node, _ in _ours(graph):
-        if _base(node) != "exp":
+        if base_name(node) != "exp":
             continue
         if sums := [user for user in readers(node, _masks, reads) if has_trait(user, Trait.SUMS)]:
             for reached in (node, *sums):
@@ -148,7 +157,8 @@ def _numbers(node: fx.Node, held: Mapping[fx.Node, _Numbers]) -> _Numbers:
         held[source]
         for name, source in tensor_arguments(node)
         # picked by, raised to, or overwritten
-        if name not in ("index", "indices", "exponent", "out") and (name != "self" or _base(node) != "copy")
+        if name not in ("index", "indices", "exponent", "out")
+        and (name != "self" or base_name(node) != "copy")
         # positions beside a vector of frequencies are still positions; activations with a mask are values
         if not (computes and held[source] is _Numbers.VALUES and numel(source.meta["val"]) < numel(value))
     ]
@@ -161,36 +171,11 @@ def no_kernel(graph: fx.Graph) -> Hazards:
     ``nn.LSTM`` under ``torch.autocast("cpu")`` raises "could not create a primitive descriptor" on CPUs for which
     oneDNN has none; ``torch.linalg.matrix_norm(x, 2)``, "Low precision dtypes not supported". ``F.grouped_mm`` with 12
     columns runs in fp32, and raises "strides should be multiple of 16 bytes" in bf16; its gradient reads rows as long
-    as the result's.
+    as the result's. And one that takes it and is wrong: convolutions with AMX.
     """
     for node, label in _ours(graph):
-        if label.low is not None and (why := _refusal(node, label, label.low)):
+        if label.low is not None and (why := refusal(node, label, label.low)):
             yield node, Reason.of(ReasonKind.NO_KERNEL, low=label.low, why=why)
-
-
-def _refusal(node: fx.Node, label: Label, low: torch.dtype) -> str:
-    """Why the kernel of a call refuses the low dtype; empty where the kernel takes it."""
-    name, results = _base(node), tensors(node.meta.get("val"))
-    if name in ("lstm", "mkldnn_rnn_layer"):
-        if not any(value.device.type == "cpu" for value in results):
-            return ""
-        if low is torch.float16:
-            return "Inductor writes an LSTM in float16 out, time step by time step"
-        return "" if onednn_computes(low) else "oneDNN has no LSTM for this CPU"
-    if name == "_grouped_mm" and label.op_class is OpClass.LOW:
-        factors = [value for n in node.all_input_nodes if is_eligible(value := n.meta["val"])]
-        fits = kernel_rows(*factors, *results, itemsize=low.itemsize)
-        return "" if fits else "its rows are not whole 16 bytes"
-    return "it factorises a matrix" if _factorises(node) else ""
-
-
-def _factorises(node: fx.Node) -> bool:
-    """True for a norm by singular values, and for a power that inverts: no device has half kernels for those."""
-    base, order, power = _base(node), argument_value(node, "ord"), argument_value(node, "n")
-    if base in ("linalg_matrix_norm", "linalg_norm"):
-        dims = argument_value(node, "dim") or range(node.all_input_nodes[0].meta["val"].ndim)
-        return order in (2, -2, "nuc") and len(dims) == 2
-    return base in ("linalg_matrix_power", "matrix_power") and power < 0
 
 
 def adds_low(graph: fx.Graph) -> Hazards:
@@ -259,13 +244,6 @@ def _possible_lows(graph: fx.Graph) -> dict[fx.Node, list[torch.dtype]]:
     return lows
 
 
-def _base(node: fx.Node) -> str:
-    """``"add"`` for ``aten.add.Tensor`` and ``aten.add_.Tensor``."""
-    if not isinstance(node.target, OpOverload):
-        return ""
-    return node.target._schema.name.removeprefix("aten::").removesuffix("_")
-
-
 def constants(node: fx.Node) -> Iterator[float]:
     """Numbers that the op computes with: Python scalars and 0-d constants, no sizes and indices."""
     if not isinstance(node.target, OpOverload):
@@ -319,7 +297,7 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def _is_periodic(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    turns = _base(node) == "exp" and isinstance(value, torch.Tensor) and value.is_complex()
+    turns = base_name(node) == "exp" and isinstance(value, torch.Tensor) and value.is_complex()
     return turns or has_trait(node, Trait.PERIODIC)
 
 
@@ -334,7 +312,7 @@ def _passes_on(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, OpOverload):
         return getattr(node.target, "__name__", "") == "getitem"
-    if has_trait(node, Trait.CAST, Trait.IMPLIED_CAST) or _base(node) in ("to", "copy"):
+    if has_trait(node, Trait.CAST, Trait.IMPLIED_CAST) or base_name(node) in ("to", "copy"):
         return True
     value = next(iter(tensors(node.meta.get("val"))), None)
     row = None if value is None else lookup(functional(node.target) or node.target, value.device.type)
@@ -343,4 +321,4 @@ def _passes_on(node: fx.Node) -> bool:
 
 def _masks(node: fx.Node) -> bool:
     """Likewise, or takes some of them away by a mask."""
-    return _passes_on(node) or _base(node) in ("mul", "masked_fill", "where")
+    return _passes_on(node) or base_name(node) in ("mul", "masked_fill", "where")

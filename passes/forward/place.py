@@ -68,10 +68,12 @@ class Place(Pass):
         moved = 0
         if context.numerics != "eager" and low is not None:
             known = context.profile, context.training, context.folded
-            cost = CostModel(gm.graph, *known, writes_attention=not self.stored)
+            cost = CostModel(
+                gm.graph, *known, writes_attention=not self.stored, times_calls=context.times_calls
+            )
             problem = Network(gm.graph, cost, low).build()
             sides = solve(problem)
-            moved = _apply(sides, placed, low, _widen_idle(sides, problem))
+            moved = _apply(sides, placed, low, _widen_idle(sides, problem), cost.timed(low))
         low_nodes = sum(label.dtype is not None and label.dtype == label.low for _, label in placed)
         return PassResult(f"{low_nodes} nodes in the low dtype, {moved} moved by the cut", len(placed))
 
@@ -100,7 +102,11 @@ def _is_low_itself(var: Var) -> bool:
 
 
 def _apply(
-    sides: dict[Var, bool], placed: list[tuple[fx.Node, Label]], low: torch.dtype, idle: Collection[Var]
+    sides: dict[Var, bool],
+    placed: list[tuple[fx.Node, Label]],
+    low: torch.dtype,
+    idle: Collection[Var],
+    timed: Mapping[fx.Node, tuple[float, float]],
 ) -> int:
     """Writes the sides of the cut into the labels; returns how many differ from autocast's."""
     moved = 0
@@ -113,14 +119,19 @@ def _apply(
             moved += 1
         dtype = torch.float32 if sides[node] is HIGH else low
         if dtype is not label.dtype:
-            label.reasons += (Reason.of(ReasonKind.IDLE, low=low) if node in idle else _why(label, dtype),)
+            why = _why(label, dtype, timed.get(node, (0.0, 0.0)))
+            label.reasons += (Reason.of(ReasonKind.IDLE, low=low) if node in idle else why,)
             label.dtype = dtype
             moved += 1
     return moved
 
 
-def _why(label: Label, dtype: torch.dtype) -> Reason:
-    """Why the cut computes a call in another dtype than autocast."""
+def _why(label: Label, dtype: torch.dtype, seconds: tuple[float, float]) -> Reason:
+    """Why the cut computes a call in another dtype than autocast; ``seconds``: in fp32 and low, where it was timed."""
+    wide, narrow = seconds
+    if label.op_class is OpClass.LOW and wide < narrow:
+        times = {"wide": f"{1e3 * wide:.3g}", "narrow": f"{1e3 * narrow:.3g}"}
+        return Reason.of(ReasonKind.SLOWER_LOW, low=label.low, **times)
     if label.op_class is OpClass.LOW:
         return Reason.of(ReasonKind.CASTS_COST_MORE, low=label.low)
     if label.op_class is OpClass.FOLLOW:

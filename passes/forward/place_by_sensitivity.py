@@ -130,7 +130,10 @@ def price(
         return Priced(problem, terms, network.scale)
 
     profile = context.profile
-    timed = by_bytes if profile is None else CostModel(gm.graph, profile, context.training, context.folded)
+    timed = by_bytes
+    if profile is not None:
+        known = profile, context.training, context.folded
+        timed = CostModel(gm.graph, *known, times_calls=context.times_calls)
     return PricedGraph(
         gm.graph, low, priced(timed, profile is None), autocast, lambda: priced(by_bytes, False)
     )

@@ -13,6 +13,7 @@ import torch.fx as fx
 from amp_fx._torch import (
     LINEAR,
     LINEAR_INT8,
+    LINES,
     pointwise_convolution,
     pointwise_convolution_int8,
     quantised_ops,
@@ -37,10 +38,12 @@ class CallPacked(Pass):
 
         x: f32[1, 8, 6, 6]; w_packed: f32[8, 8, 3, 3]
         conv = torch.ops.amp_fx.packed_convolution.default(
-            x, w_packed, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, True)
+            x, w_packed, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, True, False)
         # after
         conv = torch.ops.mkldnn._convolution_pointwise.default(
             x, w_packed, None, [0, 0], [1, 1], [1, 1], 1, 'none', [], '')
+
+    A line becomes a row before, and is one again behind (:data:`amp_fx._torch.LINES`).
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -50,11 +53,35 @@ class CallPacked(Pass):
         }
         found = [(node, calls[name]) for node in gm.graph.nodes if (name := str(node.target)) in calls]
         for node, call in found:
+            is_line = call is pointwise_convolution and node.args[-1]
             node.target, node.args = call(*node.args)
+            if is_line:
+                _lay_as_row(node)
         linears = [node for node in gm.graph.nodes if node.target in (LINEAR, LINEAR_INT8)]
         if found or linears:
             takes_packed_inputs(gm, [*linears, *(node for node, _ in found)])
         return PassResult(f"{len(found)} convolutions have packed weights", len(found))
+
+
+def _lay_as_row(convolution: fx.Node) -> None:
+    call, (x, *more), value = (
+        Rewriter(convolution.graph, captured=False),
+        convolution.args,
+        convolution.meta["val"],
+    )
+    views, back = LINES[value.ndim]
+    with call.before(convolution):
+        for view, dim in views:
+            x = call(view, x, dim)
+    for view, dim in views:
+        value = view(value, dim)
+    convolution.args, convolution.meta["val"] = (x, *more), value
+    line, readers = convolution, [*convolution.users]
+    with call.before(convolution.next):
+        for view, dim in back:
+            line = call(view, line, dim)
+    for reader in readers:
+        reader.replace_input_with(convolution, line)
 
 
 @dataclass(frozen=True)

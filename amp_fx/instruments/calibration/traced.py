@@ -132,7 +132,8 @@ class MeasuredGraph:
         context = PassContext(opts.policy, opts.numerics, profile, self.training)
         captured = self._run(_constrained, context)
         if not self.training:
-            context = replace(context, folded=weight_inputs(captured))
+            is_here = opts.profile == "auto"
+            context = replace(context, folded=weight_inputs(captured), times_calls=is_here)
         found = (price(body, inside, rows) for body, inside in _bodies(captured, context))
         return [each for each in found if each is not None]
 

@@ -32,6 +32,7 @@ from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, is_view, numel
 from amp_fx.precision.placement.attention import PAYS, operands, refusal, single_query
+from amp_fx.precision.placement.convolutions import convolution_times
 from amp_fx.precision.placement.gpus import NOMINAL
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.label import label_of
@@ -54,6 +55,8 @@ class CostModel:
     folded: frozenset[str] = frozenset()
     #: attention may be written as products; False in a program that is stored, for any runtime
     writes_attention: bool = True
+    #: calls may be timed: the graph runs on this machine
+    times_calls: bool = False
 
     def __post_init__(self) -> None:
         self._stored: dict[fx.Node, bool] = {}
@@ -61,6 +64,8 @@ class CostModel:
         self._reads_memory: dict[fx.Node, bool] = {}
         #: operations of a call, by op, shapes and settings
         self._flops: dict[str, int] = {}
+        #: seconds in fp32 and low of what was timed, by the low dtype
+        self._timed: dict[torch.dtype, dict[fx.Node, tuple[float, float]]] = {}
         self._views = {node for node in self.graph.nodes if is_view(node)}
         for node in self.graph.nodes:
             base = node.all_input_nodes[0] if node in self._views else None
@@ -185,6 +190,8 @@ class CostModel:
         flops, peak = self._operations(node, low), self.profile.peak
         if not flops:
             return None
+        if (timed := self.timed(low).get(node)) is not None:
+            return round(1e12 * timed[0]), round(1e12 * timed[1])
         high, fast = (round(1e12 * (flops / peak[name])) for name in ("float32", dtype_name(low)))
         is_attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
         # as in decoding
@@ -195,6 +202,14 @@ class CostModel:
             written = self.writes_attention and not refusal(node, training=self.training)
             high, fast = wide, products if written and products < PAYS * kernel else kernel
         return high + self._packing(node), fast
+
+    def timed(self, low: torch.dtype) -> dict[fx.Node, tuple[float, float]]:
+        """Seconds in fp32 and in the low dtype of the calls that were timed on this machine."""
+        if self.profile is None or self.profile.device_type != "cpu" or self.training or not self.times_calls:
+            return {}
+        if low not in self._timed:
+            self._timed[low] = convolution_times(self.graph, self.profile, low, self.folded)
+        return self._timed[low]
 
     def nominal_arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int]:
         """The cost of a matmul-like op in (fp32, low) without a profile: bytes that a nominal GPU moves meanwhile."""

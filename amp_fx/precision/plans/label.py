@@ -78,6 +78,7 @@ class ReasonKind(str, enum.Enum):
     WEIGHT_RANGE = "weight-range", "{weight} has values beyond the range of {low}"
     # the cut
     CASTS_COST_MORE = "casts-cost-more", "in fp32: its casts would cost more than {low} saves on this device"
+    SLOWER_LOW = "slower-low", "in fp32: {wide} ms, and {narrow} in {low}, timed on this machine"
     CHEAPER = "cheaper", "cut: cheaper in {dtype}, same values"
     IDLE = "idle", "in fp32: no matmul beside it runs in {low}"
     NO_DEARER = "no-dearer", "cut: no dearer in fp32"

@@ -14,7 +14,6 @@ one for Inductor's caches.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ import torch.fx as fx
 from amp_fx._torch import (
     LINEAR,
     LINEAR_INT8,
+    LINES,
     adds_fp32_bias,
     convolution_int8_op,
     convolution_op,
@@ -40,6 +40,7 @@ from amp_fx.graphs.calls import (
     is_cast,
     is_channels_last,
 )
+from amp_fx.graphs.convolutions import packed_form
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import linear_form
@@ -173,7 +174,7 @@ class _Patterns:
         with self._graph.inserting_before(total):
             is_flat = source.meta["val"].ndim == 1
             bias = source if is_flat else self._lift.call(aten.reshape.default, source, [-1])
-            is_exact = call.target is convolution_op() and adds_fp32_bias(value.dtype)
+            is_exact = is_packed and adds_fp32_bias(value.dtype)
             bias = self._lift.call(aten.to.dtype, bias, torch.float32 if is_exact else value.dtype)
             biased = self._graph.node_copy(call)
             biased.args = (*args[:2], bias, *args[3:])
@@ -279,26 +280,23 @@ class _Patterns:
         node.args = (x, scale, zero, packed, *factors, bias, *after)
 
     def pack_convolution(self, node: fx.Node) -> None:
-        """A convolution over two or three dimensions."""
+        """A convolution; one over a line is packed as one over a row."""
         if not convolves(node) or node.kwargs or not self._is_from_weights(node):
             return
         x, weight, bias, *_ = (*args_of(node), None)
         value, kernel = x.meta["val"], weight.meta["val"]
         if value.ndim != kernel.ndim or not self.packs(value, kernel):
             return
-        given = convolution_settings(node)
-        transposed, how = "output_padding" in given, None
-        padding, stride, dilation, groups = (given[k] for k in ("padding", "stride", "dilation", "groups"))
-        more = (given["output_padding"],) if transposed else ()
-        if transposed and (groups > 1 or not is_fixed(x) or any(map(operator.ge, *more, stride))):
+        form, channels_last = packed_form(node), is_channels_last(node)
+        if not form.is_packed:
             return
-        if is_fixed(x):
-            kind, sizes = "transposed_convolution" if transposed else "convolution", tuple(value.shape)
-            how = packing(kind, kernel.shape, kernel.dtype, padding, *more, stride, dilation, groups, sizes)
-        packed, bias = self._lift.take(weight, how), self._in_one_piece(bias, node)
-        node.target = convolution_op()
-        padded, last = given.get("output_padding", (0,) * len(stride)), is_channels_last(node)
-        node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups, last)
+        if form.is_line:
+            with self._graph.inserting_before(node):
+                for view, dim in LINES[value.ndim][0]:
+                    weight = self._lift.call(view, weight, dim)
+        packed = self._lift.take(weight, form.packing(kernel.dtype))
+        node.target, bias = convolution_op(), self._in_one_piece(bias, node)
+        node.args = (x, packed, bias, *form.args(channels_last=channels_last))
         self.take_bias(node)
 
     def _in_one_piece(self, bias: fx.Node | None, reader: fx.Node) -> fx.Node | None:

@@ -17,6 +17,7 @@ from amp_fx import CalibratedPlan, Calibration, Plan
 from amp_fx.instruments.calibration.ranges import Ranges
 from amp_fx.precision.plans.plan import NodePlan
 from amp_fx.precision.plans.sensitivity import INPUT, MEASURED, GraphSensitivity, Sensitivity
+from support.checks.below_16_bits import error_of
 from support.models.calibrated import calibrated, compiled, wrong
 from support.models.small import Parts
 from support.programs.target_process import needs_a_target
@@ -220,7 +221,8 @@ def test_a_stored_model_computes_what_it_did(cal: Calibration, kind: str) -> Non
         f"{path}.weight" for path, row in rows_of(plan_of(cal, kind)).items() if row.levels_below
     ]
     with torch.inference_mode():
-        assert torch.equal(compiled(net, options["plan"])(x), before)
+        # but for the rounding of biases, which oneDNN takes in fp32
+        assert error_of(compiled(net, options["plan"])(x), before) < 0.01
         # in eager code the weights are what they were but for their rounding
         assert wrong(net(x), uneven(), x) < 0.02
 

@@ -161,8 +161,11 @@ def test_compiled_products_write_integers_follow_weights_and_come_from_the_cache
         assert torch.equal(got, run(x))
         assert wrong(got, net, x) < 0.02
         assert len(re.findall(r"torch\.ops\.onednn\.q\w+\.\w+\(", code)) == 5
-        # the stem for the pooling, the depthwise convolution for the one behind it, and the linear behind gelu
-        assert re.findall(r"\d, torch\.uint8, '(\w+)'", code) == ["relu", "relu", "gelu"]
+        # the stem for the pooling, and the depthwise convolution for the one behind it; a kernel divides what is
+        # behind gelu, where that is equalised
+        assert re.findall(r"\d, torch\.uint8, '(\w+)'", code) == ["relu", "relu"]
+        assert len(re.findall(r"\d, torch\.bfloat16, 'gelu'", code)) == 1
+        assert any(row.equalisation for row in plan.plans[0].nodes)
         # bytes are pooled, and what is added becomes part of the pointwise convolution
         assert code.count("torch.ops.quantized.max_pool2d.default(") == 1
         assert code.count("torch.ops.onednn.qconv2d_pointwise.binary") == 1

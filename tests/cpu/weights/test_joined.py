@@ -6,6 +6,7 @@ Nor does what is folded or packed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -129,7 +130,10 @@ def test_products_are_joined_where_nobody_sees_it(case: str, form: str, products
 
 @pytest.mark.bf16
 @pytest.mark.parametrize("time", [0.8, 0.9])
-def test_products_are_timed_where_threads_may_be_idle(time: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_timed_where_threads_may_be_idle(
+    time: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
     monkeypatch.setattr("timeit.repeat", lambda call, **_: [time if call().ndim == 4 else 1.0])
     sizes = 512, 768, 768

@@ -239,7 +239,9 @@ def test_regions_of_autocast_stay_in_a_program_that_has_them(asked: Asked) -> No
 
 def test_a_product_that_nobody_reads_is_not_packed(asked: Asked) -> None:
     # as an encoder's pooler is: torch.export keeps it, and Inductor leaves it out
-    net = Parts(lambda m, x: (m.pooler(x), m.linear(x))[1], pooler=nn.Linear(64, 64), linear=nn.Linear(64, 64))
+    net = Parts(
+        lambda m, x: (m.pooler(x), m.linear(x))[1], pooler=nn.Linear(64, 64), linear=nn.Linear(64, 64)
+    )
     amp_fx.package(torch.export.export(net, (torch.randn(2, 64),)), "package.pt2")
     assert asked.held == 1
 

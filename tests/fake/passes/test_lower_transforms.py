@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.flop_counter import flop_registry
 
 from amp_fx import record
+from amp_fx.precision.placement import devices
 from support.tracing.captured_graphs import DEFAULTS, op_by_op, rewrite
 
 BF16 = torch.bfloat16
@@ -159,7 +160,12 @@ def test_results_have_the_dtypes_of_the_program() -> None:
     "options",
     [{"profile": "auto"}, {"policy": "O0"}, {"policy": {"rules": [{"op": "linear", "precision": "fp32"}]}}],
 )
-def test_where_a_rule_or_a_slow_device_says_fp32_nothing_is_lowered(options: dict[str, Any]) -> None:
+def test_where_a_rule_or_a_slow_device_says_fp32_nothing_is_lowered(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = next(row for row in devices.CPUS if row.name == "avx2")
+    monkeypatch.setattr(devices, "builtin", lambda device: devices.cpu_profile(slow, 1))
+
     class Mapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()

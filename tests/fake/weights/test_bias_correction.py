@@ -120,7 +120,7 @@ def test_means_move_less_and_no_result_is_worse(name: str, monkeypatch: pytest.M
         compiled = torch.compile(model, backend="amp_fx", options={"profile": "off"})
         got = mean_errors(model, x, compiled)
         program = amp_fx.export(model, (x,)).module()
-        torch.testing.assert_close(program(x), compiled(x), rtol=0.02, atol=0.02)
+        assert error([program(x)], [compiled(x)]) < 0.01
         monkeypatch.setattr("amp_fx.runtime.weights.bias_correction.Moments.of", lambda *_: None)
         without = mean_errors(model, x, amp_fx.export(model, (x,)).module())
     assert got[0] < 0.8 * without[0]

@@ -1,0 +1,53 @@
+"""Convolutions of a captured graph as the calls that compute them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import Convolution, computes_wrongly, size_hint
+from amp_fx.graphs.calls import args_of, convolution_settings
+from amp_fx.graphs.values import is_fixed
+
+#: what a convolution over a row has in the dimension that a line lacks
+_OF_ROW = {"stride": 1, "padding": 0, "dilation": 1}
+
+
+def packed_form(convolution: fx.Node, *, hinted: bool = False) -> Convolution:
+    """A convolution of a batch as oneDNN's packed call takes it; ``hinted``: of the sizes that it was traced with.
+
+    One over a line whose length is not known stays as it is: with a single channel, the library lays out its result
+    otherwise than Inductor expects.
+    """
+    x, weight = args_of(convolution)[:2]
+    value, kernel, given = x.meta["val"].shape, weight.meta["val"].shape, convolution_settings(convolution)
+    sizes = (*map(size_hint, value),) if hinted or is_fixed(x) else None
+    if is_line := sizes is not None and _is_line(sizes, kernel, given):
+        sizes, kernel = ((*each[:2], 1, each[2]) for each in (sizes, kernel))
+        given |= {name: (number, given[name][0]) for name, number in _OF_ROW.items()}
+    return Convolution(
+        sizes,
+        torch.Size(kernel),
+        *(given[name] for name in _OF_ROW),
+        given.get("output_padding"),
+        given["groups"],
+        is_line,
+    )
+
+
+def is_wrong(convolution: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether this CPU's kernel of a convolution returns wrong numbers in a dtype; sizes as traced."""
+    x, weight = args_of(convolution)[:2]
+    value = x.meta["val"]
+    is_ours = value.device.type == "cpu" and value.ndim == weight.meta["val"].ndim
+    return is_ours and computes_wrongly(packed_form(convolution, hinted=True), dtype)
+
+
+def _is_line(value: Any, kernel: Any, given: dict[str, Any]) -> bool:
+    """True for one over one dimension, or over a column by windows of one column."""
+    if len(kernel) != 4:
+        return len(kernel) == 3
+    is_column = kernel[3] == value[3] == 1
+    return is_column and given["padding"][1] == 0 and "output_padding" not in given

@@ -1,0 +1,90 @@
+"""What oneDNN computes wrongly in 16 bits with AMX runs in fp32; no other CPU has these kernels."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.precision.plans.label import ReasonKind
+from support.checks.below_16_bits import error_of
+from support.tracing.captured_graphs import DEFAULTS, rewrite
+
+amx = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="a CPU with AMX")
+
+#: name -> convolution, sizes of its input, whether torch.autocast is wrong in each run: it reads what lies beside
+CASES: dict[str, tuple[Any, tuple[int, ...], bool]] = {
+    "a result of one column, with a stride": (lambda: nn.Conv2d(16, 64, 3, stride=(1, 2)), (2, 16, 9, 4), False),
+    "of one column, over three dimensions": (
+        lambda: nn.Conv3d(16, 64, (2, 3, 3), stride=(1, 3, 2)), (2, 16, 4, 9, 4), False
+    ),
+    "long windows of many channels": (lambda: nn.Conv1d(1024, 64, 33), (2, 1024, 100), True),
+    "long windows in groups": (lambda: nn.Conv1d(2048, 64, 33, groups=2), (2, 2048, 200), True),
+}  # fmt: skip
+FINE: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "many columns": (lambda: nn.Conv2d(16, 64, 3, stride=(1, 2)), (2, 16, 9, 8)),
+    "one column, no stride": (lambda: nn.Conv2d(16, 64, 3), (2, 16, 9, 3)),
+    "short windows of many channels": (lambda: nn.Conv1d(1024, 32, 8), (2, 1024, 64)),
+    "long windows of few channels": (lambda: nn.Conv1d(64, 32, 33), (2, 64, 64)),
+}
+
+
+def wide(model: nn.Module, x: Tensor) -> Tensor:
+    return copy.deepcopy(model).double()(x.double())
+
+
+@amx
+@pytest.mark.parametrize("name", CASES)
+def test_a_convolution_that_is_wrong_in_bf16_runs_in_fp32(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape, always = CASES[name]
+    model, x = make(), torch.randn(shape)
+    for options in ({}, {"numerics": "eager"}):
+        [row] = rewrite(model, x, options=options).plan.matmuls
+        assert (row.dtype, row.is_because(ReasonKind.NO_KERNEL)) == (torch.float32, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        # fails as soon as oneDNN is right
+        assert not always or error_of(model(x), wide(model, x)) > 1
+    for is_trained in (False, True):
+        run = torch.compile(copy.deepcopy(model), backend="amp_fx", options=dict(DEFAULTS))
+        with torch.set_grad_enabled(is_trained):
+            assert error_of(run(x), wide(model, x)) < 1e-5
+
+
+@amx
+@pytest.mark.parametrize("name", CASES)
+def test_sizes_that_are_not_known_count_as_traced(name: str) -> None:
+    make, shape, _ = CASES[name]
+    model, x = make(), torch.randn(shape)
+    [row] = rewrite(model, x, dynamic=True).plan.matmuls
+    assert row.dtype is torch.float32
+
+
+@amx
+@pytest.mark.parametrize("name", FINE)
+def test_others_run_in_bf16(name: str) -> None:
+    make, shape = FINE[name]
+    model, x = make(), torch.randn(shape)
+    [row] = rewrite(model, x).plan.matmuls
+    assert row.dtype is torch.bfloat16
+    with torch.no_grad():
+        run = torch.compile(model, backend="amp_fx", options=dict(DEFAULTS))
+        assert error_of(run(x), wide(model, x)) < 4e-3
+
+
+@amx
+def test_an_exported_program_has_it_in_fp32_too() -> None:
+    make, shape, _ = CASES["long windows of many channels"]
+    model, x = make(), torch.randn(shape)
+    assert error_of(amp_fx.export(model, (x,)).module()(x), wide(model, x)) < 1e-5
+
+
+def test_without_amx_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    for make, shape, _ in CASES.values():
+        [row] = rewrite(make(), torch.randn(shape)).plan.matmuls
+        assert row.dtype is torch.bfloat16
