@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -220,15 +220,20 @@ def takes_packed_inputs(gm: fx.GraphModule, calls: Iterable[fx.Node]) -> None:
             if op in lowerings and not isinstance(lowerings[op], partial):  # it is wrapped once
                 names = [argument.name for argument in op._schema.arguments]
                 weight = names.index("qw" if "qw" in names else "W") if packet in constants else None
-                lowerings[op] = partial(_lower, lowerings[op], weight)
+                lowerings[op] = partial(_lower, lowerings[op], names, weight)
 
 
-def _lower(lower: Callable[..., Any], constant: int | None, *args: Any, **kwargs: Any) -> Any:
-    """Lowers a call of oneDNN; ``constant``: the position of an argument that has to be a constant."""
+def _lower(
+    lower: Callable[..., Any], names: Sequence[str], constant: int | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Lowers a call of oneDNN with arguments of some names; ``constant``: the position of one that is a constant."""
     from torch._inductor.virtualized import V
 
     if V.graph.module not in _inputs:
         return lower(*args, **kwargs)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "X" in given and "other" in given and given["B"] and given["B"].dtype is not given["X"].dtype:
+        return _lower_apart(given)
     # without what makes one dtype of all arguments
     lower = getattr(lower, "__wrapped__", lower)
     constants, name = V.graph.constants, "" if constant is None else args[constant].get_name()
@@ -240,3 +245,17 @@ def _lower(lower: Callable[..., Any], constant: int | None, *args: Any, **kwargs
         return lower(*args, **kwargs)
     finally:
         del constants[name]
+
+
+def _lower_apart(given: Mapping[str, Any]) -> Any:
+    """Lowers a call that adds another value as well as a sum of its own: oneDNN refuses a bias in fp32 beside that."""
+    from torch._inductor.lowering import lowerings
+
+    aten, is_linear = torch.ops.aten, "padding" not in given
+    settings = [] if is_linear else [given[name] for name in ("padding", "stride", "dilation", "groups")]
+    plain = LINEAR if is_linear else _mkldnn._convolution_pointwise.default
+    product = lowerings[plain](given["X"], given["W"], given["B"], *settings, "none", [], "")
+    kind, factor = given["attr" if is_linear else "binary_attr"], given.get("alpha")
+    together = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor}[kind]
+    total = lowerings[together](product, given["other"], **({} if factor is None else {"alpha": factor}))
+    return lowerings[aten.relu.default](total) if given.get("unary_attr") == "relu" else total
