@@ -218,7 +218,9 @@ def takes_packed_inputs(gm: fx.GraphModule, calls: Iterable[fx.Node]) -> None:
     for packet in constants + others:
         for op in (getattr(packet, name) for name in packet.overloads()):
             if op in lowerings and not isinstance(lowerings[op], partial):  # it is wrapped once
-                names = [argument.name for argument in op._schema.arguments]
+                # what adds in place is lowered with its arguments in the order of what does not
+                schema = _mkldnn._convolution_pointwise.binary if packet is others[1] else op
+                names = [argument.name for argument in schema._schema.arguments]
                 weight = names.index("qw" if "qw" in names else "W") if packet in constants else None
                 lowerings[op] = partial(_lower, lowerings[op], names, weight)
 
