@@ -23,17 +23,20 @@ def packed_form(convolution: fx.Node, *, hinted: bool = False) -> Convolution:
     """
     x, weight = args_of(convolution)[:2]
     value, kernel, given = x.meta["val"].shape, weight.meta["val"].shape, convolution_settings(convolution)
-    sizes = (*map(size_hint, value),) if hinted or is_fixed(x) else None
-    if is_line := sizes is not None and _is_line(sizes, kernel, given):
+    is_known, sizes = hinted or is_fixed(x), (*map(size_hint, value),)
+    is_line = is_known and _is_line(sizes, kernel, given)
+    if is_line:
         sizes, kernel = ((*each[:2], 1, each[2]) for each in (sizes, kernel))
         given |= {name: (number, given[name][0]) for name, number in _OF_ROW.items()}
     return Convolution(
-        sizes,
-        torch.Size(kernel),
-        *(given[name] for name in _OF_ROW),
-        given.get("output_padding"),
-        given["groups"],
-        is_line,
+        sizes=sizes if is_known else None,
+        kernel=torch.Size(kernel),
+        stride=given["stride"],
+        padding=given["padding"],
+        dilation=given["dilation"],
+        output_padding=given.get("output_padding"),
+        groups=given["groups"],
+        is_line=is_line,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
 
 import amp_fx
 from amp_fx._torch import Convolution, convolution_seconds
@@ -85,5 +86,5 @@ def test_times_are_kept_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert convolution_seconds(FORM, torch.float32, 1) != 0.25
     amp_fx.reset()
     path.write_text("0.25")
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with config.patch(force_disable_caches=True):
         assert convolution_seconds(FORM, torch.float32, 1) != 0.25
