@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,21 @@ class Convolution:
     output_padding: tuple[int, ...] | None
     groups: int
     is_line: bool = False
+
+    def result(self) -> tuple[int, ...]:
+        """The sizes of the result but for batch and channels, of known sizes."""
+        assert self.sizes is not None
+        windows = zip(self.sizes[2:], self.kernel[2:], self.stride, self.padding, self.dilation, strict=True)
+        if self.output_padding is None:
+            return tuple((x + 2 * pad - far * (k - 1) - 1) // step + 1 for x, k, step, pad, far in windows)
+        sizes = [(x - 1) * step - 2 * pad + far * (k - 1) + 1 for x, k, step, pad, far in windows]
+        return tuple(size + more for size, more in zip(sizes, self.output_padding, strict=True))
+
+    def gradient(self) -> Convolution:
+        """Of a transposed one, the convolution that gives the gradient of its value."""
+        assert self.sizes is not None
+        sizes = self.sizes[0], self.kernel[1] * self.groups, *self.result()
+        return replace(self, sizes=sizes, output_padding=None)
 
     @property
     def is_packed(self) -> bool:

@@ -15,6 +15,7 @@ import logging
 import time
 import timeit
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_fx._torch.convolutions import Convolution, pointwise_convolution
-from amp_fx._torch.packing import LINEAR, packing
+from amp_fx._torch.packing import CONVOLUTION_INT8, LINEAR, packing
 from amp_fx.runtime.state import cache_results
 
 __all__ = ["computes_wrongly", "convolution_seconds", "is_faster_as_convolution"]
@@ -35,8 +36,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: seconds of a call that is not timed again
 _LONG = 0.05
-#: elements of a window of one row, over all channels of a group, from which on a convolution is tried
-_WIDE = 2**13
+#: elements of a window of one row, over all channels of a group, from which on it is tried; the least that was wrong,
+#: of 554 random ones, had 24,576
+_LONG_ROW = 2**13
+#: channels of a group up to which, and columns of a window from which on, it is tried: 24 and 4 were the last, of 7,786
+_FEW, _WIDE = 32, 4
 
 
 def _kept_on_disk(function: Function) -> Function:
@@ -112,31 +116,55 @@ def convolution_seconds(form: Convolution, dtype: torch.dtype, threads: int) -> 
 def computes_wrongly(form: Convolution, dtype: torch.dtype) -> bool:
     """Whether oneDNN's kernel of a convolution of known sizes returns wrong numbers in a dtype, on this CPU.
 
-    With AMX, up to version 3.12: where the result is one column wide and the stride is longer, it reads memory that is
-    not the value's (pytorch#169688). Windows of one row over many channels give as many times the result as the window
-    has columns; which do, follows no rule, so that they are tried. ``dtype``: of 16 bits.
+    With AMX, up to version 3.12. It reads and writes memory that is not the value's where the result is one column wide
+    and the stride is longer (pytorch#169688), and where a stride passes over more than the window (oneDNN#5494), so
+    that these are not tried. What is tried: windows of one row over many channels, whose results may be as many times
+    too large as the window is wide, and wide windows over a few channels, which the kernel reorders (oneDNN#4684).
+
+    Args:
+        form: of a transposed one, the convolution that is its gradient counts.
+        dtype: of 16 bits, or int8.
     """
-    if dtype.itemsize != 2 or form.output_padding is not None or not torch.cpu._is_amx_tile_supported():
+    if dtype.itemsize > 2 or not torch.cpu._is_amx_tile_supported():
         return False
-    x, kernel = _sizes(form)
-    reach = form.dilation[-1] * (kernel[-1] - 1) + 1
-    columns = (x[-1] + 2 * form.padding[-1] - reach) // form.stride[-1] + 1
+    form = form.gradient() if form.output_padding is not None else form
+    (_, _, *x), (_, channels, *window) = _sizes(form)
+    *_, columns = form.result()
+    passes = [step > size for step, size in zip(form.stride, window, strict=True)]
     if columns == 1 and form.stride[-1] > 1:
         return True
-    is_row = set(kernel[2:-1]) == {1} and kernel[-1] > 1 and kernel[1] * kernel[-1] >= _WIDE
-    return is_row and _differs(form, dtype, torch.get_num_threads())
+    if max(window) > 1 and any(passes if len(x) == 3 else passes[:-1]):
+        return True
+    is_long = max(window[:-1]) == 1 and channels * window[-1] >= _LONG_ROW
+    is_reordered = channels <= _FEW and window[-1] >= _WIDE
+    return (is_long or is_reordered) and _differs(form, dtype, torch.get_num_threads())
 
 
 @_kept_on_disk
 def _differs(form: Convolution, dtype: torch.dtype, threads: int) -> bool:
     """True where a convolution is another one in a dtype than in fp32, of numbers whose sums are exact."""
+    x, kernel = _sizes(form)
+    form = replace(form, sizes=(1, *x[1:]))
     with _disable_current_modes():
         generator = torch.Generator().manual_seed(0)
-        given = [torch.randint(-1, 2, sizes, generator=generator) for sizes in _sizes(form)]
-        wide, narrow = (
-            _call(form, *(each.to(to) for each in given))().float() for to in (torch.float32, dtype)
+        value, weight = (
+            torch.randint(low, 2, sizes, generator=generator).float()
+            for low, sizes in ((0, form.sizes), (-1, kernel))
         )
-        return bool((wide - narrow).norm() > 0.02 * wide.norm())
+        exact = _call(form, value, weight)()
+        if dtype is torch.int8:
+            found = _call_int8(form, value.to(torch.uint8), weight.to(torch.int8))
+        else:
+            found = _call(form, value.to(dtype), weight.to(dtype))().float()
+        return bool((found - exact).norm() > 0.02 * exact.norm())
+
+
+def _call_int8(form: Convolution, x: Tensor, weight: Tensor) -> Tensor:
+    x, ones = x.contiguous(memory_format=torch.channels_last), torch.ones(len(weight))
+    window = form.stride, form.padding, form.dilation, form.groups
+    packed = packing("convolution_int8", form.kernel, torch.int8, 1.0, 0, *window, form.sizes)(weight)
+    factors = ones, torch.zeros(len(weight), dtype=torch.int32), None
+    return CONVOLUTION_INT8(x, 1.0, 0, packed, *factors, *window, 1.0, 0, torch.float32, "none", [], "")
 
 
 def _sizes(form: Convolution) -> tuple[tuple[int, ...], tuple[int, ...]]:

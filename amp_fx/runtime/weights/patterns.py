@@ -40,7 +40,7 @@ from amp_fx.graphs.calls import (
     is_cast,
     is_channels_last,
 )
-from amp_fx.graphs.convolutions import packed_form
+from amp_fx.graphs.convolutions import is_wrong, packed_form
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import linear_form
@@ -264,6 +264,8 @@ class _Patterns:
             with self._graph.inserting_before(node):
                 bias = self._lift.in_fp32(bias)
         bias = self._in_one_piece(bias, node)
+        if is_convolution and is_wrong(node, torch.int8):
+            return
         if is_convolution:
             given = convolution_settings(node)
             window = [given[name] for name in ("stride", "padding", "dilation", "groups")]

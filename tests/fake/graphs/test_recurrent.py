@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import amp_fx
 from amp_fx._torch import onednn_computes, take_recurrent, without_onednn
-from amp_fx.passes.forward import hazards
+from amp_fx.passes.forward import refusals
 from support.checks.whole_program import agree
 from support.models.small import Parts, near_autocast
 from support.tracing.captured_graphs import plans, rewrite
@@ -219,7 +219,7 @@ def test_an_lstm_is_left_where_there_is_no_onednn() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_lstm_runs_low_where_that_is_one_kernel(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # as on a CPU with instructions for both; nothing runs
-    monkeypatch.setattr(hazards, "onednn_computes", lambda _: True)
+    monkeypatch.setattr(refusals, "onednn_computes", lambda _: True)
     with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
         plan = rewrite(between(lstm()), X, options={"dtype": dtype}).plan
     (row,) = plans(plan, "lstm")
