@@ -19,6 +19,7 @@ from benchmarks import held_out
 from benchmarks.cases import CASES
 from benchmarks.long_runs import draw, read_runs, table
 from benchmarks.results import TimingRow, read, read_timings, relative
+from benchmarks.trained import chart
 
 _ROOT = Path(__file__).resolve().parent.parent
 PAGE = _ROOT / "docs" / "benchmarks.md"
@@ -80,6 +81,7 @@ def sections(folder: Path) -> dict[str, str]:
             "timings_cpu",
             "timings_cuda",
             "engines",
+            "trained",
             "learning",
         ]
     }
@@ -90,6 +92,7 @@ def sections(folder: Path) -> dict[str, str]:
         "speed": [speed(*group) for group in joined(paths["timings_cpu"])],
         "gpu": [speed(*group) for group in joined(paths["timings_cuda"])],
         "engines": [beside(*read_timings(path)) for path in paths["engines"]],
+        "trained": [chart.table(*read_timings(path)) for path in paths["trained"]],
         "learning": [table(read_runs(path)) for path in paths["learning"]],
     }
     return {name: "\n\n".join(several) for name, several in found.items()}
@@ -266,6 +269,8 @@ def written(text: str, found: Mapping[str, str]) -> str:
 def main() -> int:
     for path in RESULTS.glob("learning_*.jsonl"):
         draw(read_runs(path), PAGE.parent / "images" / "long-runs.png")
+    for path in RESULTS.glob("trained_*.jsonl"):
+        chart.draw(read_timings(path)[1], PAGE.parent / "images" / "trained.png")
     for path in RESULTS.glob("held_out_*.jsonl"):
         held_out.draw(held_out.read_rows(path), PAGE.parent / "images" / "held-out.png")
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), sections(RESULTS)), encoding="utf-8")

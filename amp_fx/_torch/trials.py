@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_fx._torch.convolutions import Convolution, pointwise_convolution
-from amp_fx._torch.packing import CONVOLUTION_INT8, LINEAR, packing
+from amp_fx._torch.packing import CONVOLUTION_INT8, LINEAR, onednn_packs, packing
 from amp_fx.runtime.state import cache_results
 
 __all__ = ["computes_wrongly", "convolution_seconds", "is_faster_as_convolution"]
@@ -125,7 +125,8 @@ def computes_wrongly(form: Convolution, dtype: torch.dtype) -> bool:
         form: of a transposed one, the convolution that is its gradient counts.
         dtype: of 16 bits, or int8.
     """
-    if dtype.itemsize > 2 or not torch.cpu._is_amx_tile_supported():
+    is_onednns = onednn_packs(torch.float32 if dtype is torch.int8 else dtype)
+    if not is_onednns or dtype.itemsize > 2 or not torch.cpu._is_amx_tile_supported():
         return False
     form = form.gradient() if form.output_padding is not None else form
     (_, _, *x), (_, channels, *window) = _sizes(form)
