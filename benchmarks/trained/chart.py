@@ -67,7 +67,7 @@ def draw(rows: Sequence[TimingRow], path: Path) -> None:
     from matplotlib.figure import Figure
 
     found = cases(rows)
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
     panels = zip(
         figure.subplots(1, 2), ("time", "error against fp64"), (_time, _error), (False, True), strict=True
     )
@@ -81,5 +81,7 @@ def draw(rows: Sequence[TimingRow], path: Path) -> None:
         if is_log:
             axes.set_yscale("log")
         axes.grid(axis="y", alpha=0.3)
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
+    )
     figure.savefig(path, dpi=150)
