@@ -122,13 +122,16 @@ def computes_wrongly(form: Convolution, dtype: torch.dtype) -> bool:
     too large as the window is wide, and wide windows over a few channels, which the kernel reorders (oneDNN#4684).
 
     Args:
-        form: of a transposed one, the convolution that is its gradient counts.
+        form: of a transposed one, the convolution that is its gradient counts, where there may be one.
         dtype: of 16 bits, or int8.
     """
     is_onednns = onednn_packs(torch.float32 if dtype is torch.int8 else dtype)
     if not is_onednns or dtype.itemsize > 2 or not torch.cpu._is_amx_tile_supported():
         return False
-    form = form.gradient() if form.output_padding is not None else form
+    if form.output_padding is not None:
+        if not torch.is_grad_enabled():
+            return False
+        form = form.gradient()
     (_, _, *x), (_, channels, *window) = _sizes(form)
     *_, columns = form.result()
     passes = [step > size for step, size in zip(form.stride, window, strict=True)]
@@ -144,13 +147,14 @@ def computes_wrongly(form: Convolution, dtype: torch.dtype) -> bool:
 @_kept_on_disk
 def _differs(form: Convolution, dtype: torch.dtype, threads: int) -> bool:
     """True where a convolution is another one in a dtype than in fp32, of numbers whose sums are exact."""
-    x, kernel = _sizes(form)
-    form = replace(form, sizes=(1, *x[1:]))
+    given, kernel = _sizes(form)
+    one = (1, *given[1:])
+    form = replace(form, sizes=one)
     with _disable_current_modes():
         generator = torch.Generator().manual_seed(0)
         value, weight = (
             torch.randint(low, 2, sizes, generator=generator).float()
-            for low, sizes in ((0, form.sizes), (-1, kernel))
+            for low, sizes in ((0, one), (-1, kernel))
         )
         exact = _call(form, value, weight)()
         if dtype is torch.int8:

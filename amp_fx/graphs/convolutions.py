@@ -8,8 +8,10 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import Convolution, computes_wrongly, size_hint
-from amp_fx.graphs.calls import args_of, convolution_settings
+from amp_fx.graphs.calls import args_of, argument_value, convolution_settings
 from amp_fx.graphs.values import is_fixed
+
+aten = torch.ops.aten
 
 #: what a convolution over a row has in the dimension that a line lacks
 _OF_ROW = {"stride": 1, "padding": 0, "dilation": 1}
@@ -38,6 +40,21 @@ def packed_form(convolution: fx.Node, *, hinted: bool = False) -> Convolution:
         groups=given["groups"],
         is_line=is_line,
     )
+
+
+def around(convolution: fx.Node) -> list[int] | None:
+    """The zeros on each side of the value that a convolution reads, by dimension; None where it is not padded so."""
+    padded, dims = args_of(convolution)[0], len(args_of(convolution)[1].meta["val"].shape) - 2
+    if padded.target is not aten.pad.default or "output_padding" in convolution_settings(convolution):
+        return None
+    mode, value = argument_value(padded, "mode"), argument_value(padded, "value")
+    amounts: list[Any] = [*args_of(padded)[1]]
+    sides = amounts[::2]
+    is_fit = len(sides) <= dims and all(isinstance(each, int) and each >= 0 for each in amounts)
+    if mode not in (None, "constant") or value not in (None, 0) or not is_fit or sides != amounts[1::2]:
+        return None
+    # the last dimension comes first
+    return [0] * (dims - len(sides)) + sides[::-1]
 
 
 def is_wrong(convolution: fx.Node, dtype: torch.dtype) -> bool:

@@ -40,7 +40,7 @@ from amp_fx.graphs.calls import (
     is_cast,
     is_channels_last,
 )
-from amp_fx.graphs.convolutions import is_wrong, packed_form
+from amp_fx.graphs.convolutions import around, is_wrong, packed_form
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import linear_form
@@ -285,10 +285,11 @@ class _Patterns:
         """A convolution; one over a line is packed as one over a row."""
         if not convolves(node) or node.kwargs or not self._is_from_weights(node):
             return
-        x, weight, bias, *_ = (*args_of(node), None)
-        value, kernel = x.meta["val"], weight.meta["val"]
+        value, kernel = (arg.meta["val"] for arg in args_of(node)[:2])
         if value.ndim != kernel.ndim or not self.packs(value, kernel):
             return
+        self._take_zeros(node)
+        x, weight, bias, *_ = (*args_of(node), None)
         form, channels_last = packed_form(node), is_channels_last(node)
         if not form.is_packed:
             return
@@ -300,6 +301,21 @@ class _Patterns:
         node.target, bias = convolution_op(), self._in_one_piece(bias, node)
         node.args = (x, packed, bias, *form.args(channels_last=channels_last))
         self.take_bias(node)
+
+    def _take_zeros(self, node: fx.Node) -> None:
+        """Zeros around a value, as many before as behind, become padding of the one convolution that reads them."""
+        padded, amounts = args_of(node)[0], around(node)
+        if amounts is None or len(padded.users) > 1 or self._is_written_between(padded, node):
+            return
+        given, args = convolution_settings(node), node.args
+        padding = [*map(sum, zip(given["padding"], amounts, strict=True))]
+        settings = given["stride"], padding, given["dilation"], given["groups"]
+        node.args = (args_of(padded)[0], args[1], (*args, None)[2], *settings)
+        # a kernel that is right with zeros around a value may be wrong with padding
+        if is_wrong(node, node.meta["val"].dtype):
+            node.args = args
+        else:
+            self._graph.erase_node(padded)
 
     def _in_one_piece(self, bias: fx.Node | None, reader: fx.Node) -> fx.Node | None:
         """A bias as oneDNN reads it, whatever its strides."""
