@@ -69,8 +69,8 @@ def _kept_on_disk(function: Function) -> Function:
             logger.debug("not kept on disk: %s", error)
         return value
 
-    kept_function: Any = kept
-    return kept_function  # type: ignore[no-any-return]
+    wrapped: Any = kept
+    return wrapped
 
 
 @_kept_on_disk

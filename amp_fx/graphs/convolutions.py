@@ -18,14 +18,15 @@ _OF_ROW = {"stride": 1, "padding": 0, "dilation": 1}
 
 
 def packed_form(convolution: fx.Node, *, hinted: bool = False) -> Convolution:
-    """A convolution of a batch as oneDNN's packed call takes it; ``hinted``: of the sizes that it was traced with.
+    """A convolution as oneDNN's packed call takes it; ``hinted``: of the sizes that it was traced with.
 
     One over a line whose length is not known stays as it is: with a single channel, the library lays out its result
     otherwise than Inductor expects.
     """
     x, weight = args_of(convolution)[:2]
     value, kernel, given = x.meta["val"].shape, weight.meta["val"].shape, convolution_settings(convolution)
-    is_known, sizes = hinted or is_fixed(x), (*map(size_hint, value),)
+    # of one sample a batch of one
+    is_known, sizes = hinted or is_fixed(x), (1,) * (len(kernel) - len(value)) + (*map(size_hint, value),)
     is_line = is_known and _is_line(sizes, kernel, given)
     if is_line:
         sizes, kernel = ((*each[:2], 1, each[2]) for each in (sizes, kernel))
@@ -59,10 +60,8 @@ def around(convolution: fx.Node) -> list[int] | None:
 
 def is_wrong(convolution: fx.Node, dtype: torch.dtype) -> bool:
     """Whether this CPU's kernel of a convolution returns wrong numbers in a dtype; sizes as traced."""
-    x, weight = args_of(convolution)[:2]
-    value = x.meta["val"]
-    is_ours = value.device.type == "cpu" and value.ndim == weight.meta["val"].ndim
-    return is_ours and computes_wrongly(packed_form(convolution, hinted=True), dtype)
+    is_here = convolution.meta["val"].device.type == "cpu"
+    return is_here and computes_wrongly(packed_form(convolution, hinted=True), dtype)
 
 
 def _is_line(value: Any, kernel: Any, given: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...], bool]] = {
     ),
     "a stride passes over rows": (lambda: nn.Conv3d(32, 16, (1, 1, 3), stride=(4, 4, 1)), (1, 32, 9, 9, 9), False),
     "long windows of many channels": (lambda: nn.Conv1d(1024, 64, 33), (2, 1024, 100), True),
+    "long windows of one sample": (lambda: nn.Conv1d(1024, 64, 33), (1024, 100), True),
     "long windows in groups": (lambda: nn.Conv1d(2048, 64, 33, groups=2), (2, 2048, 200), True),
     "wide windows of a few channels": (lambda: nn.Conv2d(8, 32, 8), (2, 8, 64, 64), True),
     "wide windows of a signal": (lambda: nn.Conv1d(8, 48, 16), (2, 8, 64), True),

@@ -13,7 +13,7 @@ from collections.abc import Collection
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import convolution_seconds
+from amp_fx._torch import convolution_seconds, onednn_packs
 from amp_fx.graphs.calls import args_of, convolves
 from amp_fx.graphs.convolutions import packed_form
 from amp_fx.graphs.fake_runs import matmul_flops
@@ -33,12 +33,16 @@ def convolution_times(
 ) -> dict[fx.Node, tuple[float, float]]:
     """Seconds in fp32 and in the low dtype of the convolutions of a graph that compute for long.
 
+    None where oneDNN does not compute in the low dtype.
+
     Args:
         graph: captured, without gradients, on a CPU.
         profile: of this machine.
         low: dtype.
         weights: names of the inputs that are packed once.
     """
+    if not onednn_packs(low):
+        return {}
     expected = {
         node: max(matmul_flops(node) / profile.peak["float32"], _nbytes(node) / profile.bandwidth)
         for node in graph.nodes

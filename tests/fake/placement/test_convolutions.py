@@ -40,6 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(devices, "builtin", lambda device: AMX)
     monkeypatch.setattr(convolutions, "convolution_seconds", seconds)
+    monkeypatch.setattr(convolutions, "onednn_packs", lambda _: True)
     return found
 
 
@@ -58,6 +59,12 @@ def test_a_convolution_that_is_slower_in_bf16_stays_in_fp32_and_says_so(asked: l
     # too short, too; a file's profile, or none, is what counts
     assert dtypes(torch.randn(1, 8, 8, 8))[0][1] is False
     assert dtypes(torch.randn(4, 8, 40, 40), profile="off") == [low, low]
+    assert not asked
+
+
+def test_a_dtype_without_kernels_is_not_timed(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "onednn_packs", lambda _: False)
+    assert dtypes(torch.randn(4, 8, 40, 40)) == [(torch.bfloat16, False)] * 2
     assert not asked
 
 
