@@ -17,17 +17,22 @@ aten = torch.ops.aten
 _OF_ROW = {"stride": 1, "padding": 0, "dilation": 1}
 
 
-def packed_form(convolution: fx.Node, *, hinted: bool = False) -> Convolution:
-    """A convolution as oneDNN's packed call takes it; ``hinted``: of the sizes that it was traced with.
+def packed_form(convolution: fx.Node, *, hinted: bool = False, turned: bool = True) -> Convolution:
+    """A convolution as oneDNN's packed call takes it.
 
     One over a line whose length is not known stays as it is: with a single channel, the library lays out its result
     otherwise than Inductor expects.
+
+    Args:
+        convolution: of a captured graph.
+        hinted: sizes that are not known are those of tracing.
+        turned: one over a column becomes one over a row, as where its weight is packed.
     """
     x, weight = args_of(convolution)[:2]
     value, kernel, given = x.meta["val"].shape, weight.meta["val"].shape, convolution_settings(convolution)
     # of one sample a batch of one
     is_known, sizes = hinted or is_fixed(x), (1,) * (len(kernel) - len(value)) + (*map(size_hint, value),)
-    is_line = is_known and _is_line(sizes, kernel, given)
+    is_line = is_known and (len(kernel) == 3 or (turned and _is_column(sizes, kernel, given)))
     if is_line:
         sizes, kernel = ((*each[:2], 1, each[2]) for each in (sizes, kernel))
         given |= {name: (number, given[name][0]) for name, number in _OF_ROW.items()}
@@ -60,13 +65,14 @@ def around(convolution: fx.Node) -> list[int] | None:
 
 def is_wrong(convolution: fx.Node, dtype: torch.dtype) -> bool:
     """Whether this CPU's kernel of a convolution returns wrong numbers in a dtype; sizes as traced."""
-    is_here = convolution.meta["val"].device.type == "cpu"
-    return is_here and computes_wrongly(packed_form(convolution, hinted=True), dtype)
+    if convolution.meta["val"].device.type != "cpu":
+        return False
+    # who runs the graph may pack a column's weight, or not
+    forms = {packed_form(convolution, hinted=True, turned=turned) for turned in (False, True)}
+    return any(computes_wrongly(form, dtype) for form in forms)
 
 
-def _is_line(value: Any, kernel: Any, given: dict[str, Any]) -> bool:
-    """True for one over one dimension, or over a column by windows of one column."""
-    if len(kernel) != 4:
-        return len(kernel) == 3
-    is_column = kernel[3] == value[3] == 1
+def _is_column(value: Any, kernel: Any, given: dict[str, Any]) -> bool:
+    """True for one over a column by windows of one column."""
+    is_column = len(kernel) == 4 and kernel[3] == value[3] == 1
     return is_column and given["padding"][1] == 0 and "output_padding" not in given

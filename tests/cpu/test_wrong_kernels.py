@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from amp_fx._torch import Convolution, computes_wrongly
 from amp_fx.precision.plans.label import ReasonKind
 from support.checks.below_16_bits import error_of
 from support.tracing.captured_graphs import DEFAULTS, rewrite
@@ -22,6 +23,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...], bool]] = {
     "of one column, over three dimensions": (
         lambda: nn.Conv3d(16, 64, (2, 3, 3), stride=(1, 3, 2)), (2, 16, 4, 9, 4), False
     ),
+    "of a column, with a stride for both": (lambda: nn.Conv2d(16, 64, (3, 1), stride=2), (2, 16, 32, 1), False),
     "a stride passes over rows": (lambda: nn.Conv3d(32, 16, (1, 1, 3), stride=(4, 4, 1)), (1, 32, 9, 9, 9), False),
     "long windows of many channels": (lambda: nn.Conv1d(1024, 64, 33), (2, 1024, 100), True),
     "long windows of one sample": (lambda: nn.Conv1d(1024, 64, 33), (1024, 100), True),
@@ -92,6 +94,14 @@ def test_what_a_transposed_convolution_gives_its_value_counts() -> None:
     assert row.dtype is torch.float32
     [row] = rewrite(nn.ConvTranspose2d(32, 32, 4, stride=2), x).plan.matmuls
     assert row.dtype is torch.bfloat16
+
+
+@amx
+@pytest.mark.parametrize(("window", "is_wrong"), [(33, True), (3, False)])
+def test_int8_is_tried_as_well(window: int, is_wrong: bool) -> None:
+    sizes, kernel = (2, 2048, 1, 67 + window), torch.Size((64, 2048, 1, window))
+    form = Convolution(sizes, kernel, (1, 1), (0, 0), (1, 1), None, 1)
+    assert computes_wrongly(form, torch.int8) is is_wrong
 
 
 @amx
