@@ -65,7 +65,7 @@ def compile_package(ep: torch.export.ExportedProgram, path: str, configs: Mappin
     import torch._inductor
 
     # it freezes only where there are no gradients
-    with torch.no_grad(), autocast_disabled(), mended(faults_met()), _inputs_checked():
+    with torch.no_grad(), autocast_disabled(), mended(faults_met()), _inputs_checked(), _weights_aligned():
         torch._inductor.aoti_compile_and_package(ep, package_path=path, inductor_configs={**configs})
 
 
@@ -88,6 +88,45 @@ def _inputs_checked() -> Iterator[None]:
                 lines[at] = line.replace("!= nullptr && ", "== nullptr || ")
 
     with mock.patch.object(CppWrapperCpu, "generate_input_output_runtime_checks", generate):
+        yield
+
+
+# a large block of std::malloc begins 16 bytes behind a page: each row of a packed weight would span two cache lines
+_ALIGNED = """
+#include <cstdlib>
+#if defined(__linux__)
+#define malloc(bytes) aligned_alloc(64, ((bytes) + 63) / 64 * 64)
+#endif
+{include}
+#undef malloc
+"""
+
+
+@contextlib.contextmanager
+def _weights_aligned() -> Iterator[None]:
+    """Packages for CPUs place weights at cache lines.
+
+    AOTInductor pads weights to 64 bytes, and copies them into one block of ``std::malloc`` when the package is loaded.
+    """
+    from torch._inductor import codecache
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    include, header = CppWrapperCpu.get_device_include_path_aot, codecache._get_cpp_wrapper_header
+
+    def aligned_include(device: str) -> str:
+        return _ALIGNED.format(include=include(device)) if device == "cpu" else include(device)
+
+    def aligned_header(device: str, *args: Any, **kwargs: Any) -> str:
+        found = header(device, *args, **kwargs)
+        if device != "cpu":
+            return found
+        # it is precompiled, and read before the wrapper's own lines
+        return codecache.write(_ALIGNED.format(include=f"#include <{found}>"), "h")[1]
+
+    with (
+        mock.patch.object(CppWrapperCpu, "get_device_include_path_aot", staticmethod(aligned_include)),
+        mock.patch.object(codecache, "_get_cpp_wrapper_header", aligned_header),
+    ):
         yield
 
 
