@@ -48,19 +48,19 @@ def packed_form(convolution: fx.Node, *, hinted: bool = False, turned: bool = Tr
     )
 
 
-def around(convolution: fx.Node) -> list[int] | None:
-    """The zeros on each side of the value that a convolution reads, by dimension; None where it is not padded so."""
+def around(convolution: fx.Node) -> list[tuple[int, int]] | None:
+    """The zeros before and behind the value that a convolution reads, by dimension; None where it is not padded so."""
     padded, dims = args_of(convolution)[0], len(args_of(convolution)[1].meta["val"].shape) - 2
     if padded.target is not aten.pad.default or "output_padding" in convolution_settings(convolution):
         return None
     mode, value = argument_value(padded, "mode"), argument_value(padded, "value")
     amounts: list[Any] = [*args_of(padded)[1]]
-    sides = amounts[::2]
-    is_fit = len(sides) <= dims and all(isinstance(each, int) and each >= 0 for each in amounts)
-    if mode not in (None, "constant") or value not in (None, 0) or not is_fit or sides != amounts[1::2]:
+    is_fit = len(amounts) <= 2 * dims and all(isinstance(each, int) and each >= 0 for each in amounts)
+    if mode not in (None, "constant") or value not in (None, 0) or not is_fit:
         return None
     # the last dimension comes first
-    return [0] * (dims - len(sides)) + sides[::-1]
+    sides = list(zip(amounts[::2], amounts[1::2], strict=True))
+    return [(0, 0)] * (dims - len(sides)) + sides[::-1]
 
 
 def is_wrong(convolution: fx.Node, dtype: torch.dtype) -> bool:

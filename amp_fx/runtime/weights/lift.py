@@ -30,7 +30,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from amp_fx._torch import FakeTensor, Packing, autocast_disabled, is_wrapper
-from amp_fx.graphs.calls import add_input, graph_inputs_of, is_cast, is_parameter, is_returned
+from amp_fx.graphs.calls import add_input, args_of, graph_inputs_of, is_cast, is_parameter, is_returned
 from amp_fx.graphs.keys import KEPT_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import is_pure, is_view, numel, storage_of, tensors, writers_in
@@ -276,6 +276,10 @@ class Lift:
         if is_cast(node) and node.all_input_nodes[0].meta["val"].dtype is torch.float32:
             return node.all_input_nodes[0]
         return self.call(torch.ops.aten.to.dtype, node, torch.float32)
+
+    def is_written_between(self, call: fx.Node, later: fx.Node) -> bool:
+        """True where a call that is made later would read what was written."""
+        return any(call < each < later for each in self.writers.get(storage_of(args_of(call)[0]), ()))
 
     def take(self, node: fx.Node, how: Packing | None = None, given: fx.Node | None = None) -> fx.Node:
         """A derived value as an input, packed or as it is; a weight as it is stays one.

@@ -40,15 +40,16 @@ from amp_fx.graphs.calls import (
     is_cast,
     is_channels_last,
 )
-from amp_fx.graphs.convolutions import around, is_wrong, packed_form
+from amp_fx.graphs.convolutions import is_wrong, packed_form
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import linear_form
-from amp_fx.graphs.values import is_fixed, numel, storage_of
+from amp_fx.graphs.values import is_fixed, numel
 from amp_fx.precision.policy.forms import with_norm
 from amp_fx.runtime.weights.bias_correction import Moments, moved_mean
 from amp_fx.runtime.weights.lift import Lift
 from amp_fx.runtime.weights.products import as_convolution, dequantised, join_linears
+from amp_fx.runtime.weights.zeros import take_zeros
 
 aten = torch.ops.aten
 
@@ -105,7 +106,7 @@ class _Patterns:
         position = self._channels(call)
         if position is None or len(call.users) > 1 or not self._is_from_weights(call):
             return None
-        if self._is_written_between(call, norm):
+        if self._lift.is_written_between(call, norm):
             return None
         weight, bias = args_of(call)[1], args_of(call)[2] if len(args_of(call)) > 2 else None
         dtype, sizes = weight.meta["val"].dtype, [1] * weight.meta["val"].ndim
@@ -134,10 +135,6 @@ class _Patterns:
         for node in filter(None, (norm, cast, call)):
             self._graph.erase_node(node)
         return weight, bias
-
-    def _is_written_between(self, call: fx.Node, later: fx.Node) -> bool:
-        """True where a call that is made later would read what was written."""
-        return any(call < each < later for each in self._lift.writers.get(storage_of(args_of(call)[0]), ()))
 
     def take_bias(self, call: fx.Node) -> None:
         """An addition to each channel of a convolution or a product becomes its bias.
@@ -169,7 +166,7 @@ class _Patterns:
         is_one_each = numel(other.meta["val"]) == value.shape[1] and len(shape) >= -channel
         if not is_one_each or shape[channel] != value.shape[1] or total.meta["val"].shape != value.shape:
             return
-        if self._is_written_between(call, total):
+        if self._lift.is_written_between(call, total):
             return
         with self._graph.inserting_before(total):
             is_flat = source.meta["val"].ndim == 1
@@ -288,7 +285,7 @@ class _Patterns:
         value, kernel = (arg.meta["val"] for arg in args_of(node)[:2])
         if value.ndim != kernel.ndim or not self.packs(value, kernel):
             return
-        self._take_zeros(node)
+        take_zeros(self._lift, node)
         x, weight, bias, *_ = (*args_of(node), None)
         form, channels_last = packed_form(node), is_channels_last(node)
         if not form.is_packed:
@@ -301,21 +298,6 @@ class _Patterns:
         node.target, bias = convolution_op(), self._in_one_piece(bias, node)
         node.args = (x, packed, bias, *form.args(channels_last=channels_last))
         self.take_bias(node)
-
-    def _take_zeros(self, node: fx.Node) -> None:
-        """Zeros around a value, as many before as behind, become padding of the one convolution that reads them."""
-        padded, amounts = args_of(node)[0], around(node)
-        if amounts is None or len(padded.users) > 1 or self._is_written_between(padded, node):
-            return
-        given, args = convolution_settings(node), node.args
-        padding = [*map(sum, zip(given["padding"], amounts, strict=True))]
-        settings = given["stride"], padding, given["dilation"], given["groups"]
-        node.args = (args_of(padded)[0], args[1], (*args, None)[2], *settings)
-        # a kernel that is right with zeros around a value may be wrong with padding
-        if is_wrong(node, node.meta["val"].dtype):
-            node.args = args
-        else:
-            self._graph.erase_node(padded)
 
     def _in_one_piece(self, bias: fx.Node | None, reader: fx.Node) -> fx.Node | None:
         """A bias as oneDNN reads it, whatever its strides."""
