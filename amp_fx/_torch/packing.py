@@ -234,6 +234,8 @@ def _lower(
     if V.graph.module not in _inputs:
         return lower(*args, **kwargs)
     given = dict(zip(names, args, strict=False)) | kwargs
+    if "padding" in given:
+        _write_line_by_channels(args[0])
     if "X" in given and "other" in given and given["B"] and given["B"].dtype is not given["X"].dtype:
         return _lower_apart(given)
     # without what makes one dtype of all arguments
@@ -247,6 +249,22 @@ def _lower(
         return lower(*args, **kwargs)
     finally:
         del constants[name]
+
+
+def _write_line_by_channels(x: Any) -> None:
+    """Has the value ``[N, C, L]`` behind a row ``[N, C, 1, L]`` written channels last, as convolutions read it.
+
+    Inductor fixes the layout of a value that is viewed before it asks for the layout of the view: it would be written
+    twice.
+    """
+    from torch._inductor import ir
+
+    behind = x.data.data if isinstance(x.data, ir.BaseView) else None
+    if not isinstance(behind, ir.StorageBox) or len(behind.get_size()) != 3:
+        return
+    behind.realize()
+    if isinstance(behind.get_layout(), ir.FlexibleLayout):
+        ir.as_storage_and_layout(behind, freeze=True, want_contiguous=False, stride_order=[2, 0, 1])
 
 
 def _lower_apart(given: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -85,3 +86,15 @@ def test_a_package_takes_lines(name: str, tmp_path: Any) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             autocast = error_of(model(x), wide(model, x))
         assert error_of(got, wide(model, x)) < 1.1 * autocast
+
+
+def test_a_signal_between_two_convolutions_is_written_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(16, 32, 1), nn.GLU(1), nn.Conv1d(16, 16, 9, padding=4, groups=16)).eval()
+    x = torch.randn(4, 16, 50)
+    with torch.inference_mode():
+        run = torch.compile(model, backend="amp_fx", options={"strict": True})
+        got, [code] = run_and_get_code(run, x)
+        assert error_of(got, wide(model, x)) < (6e-3 if onednn_computes(torch.bfloat16) else 1e-5)
+    [call] = re.findall(r"^\s+cpp_fused\w*glu\w*\((.*)\);", code, re.M)
+    assert call.count("data_ptr()") == 2, "one buffer is read and one is written"
