@@ -38,7 +38,7 @@ from amp_fx.precision.policy import Policy
 from amp_fx.precision.policy.levels import is_narrow
 from amp_fx.runtime.weights.lift import SHIFT, Lift, is_plain
 from amp_fx.runtime.weights.patterns import apply_patterns
-from amp_fx.runtime.weights.products import write_in_int8, write_out_int8
+from amp_fx.runtime.weights.products import compute_zeros, write_in_int8, write_out_int8
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +183,7 @@ def _packed(program: torch.export.ExportedProgram) -> tuple[torch.export.Exporte
         return program, HoldPacked()
     if any(value.dtype is torch.int8 for value in values.values()):
         if multiplies_int8():
+            compute_zeros(gm.graph, {node for node in weights if not values[node.name].any()})
             write_in_int8(gm.graph, weights)
         else:
             write_out_int8(gm.graph)

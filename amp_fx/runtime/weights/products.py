@@ -120,6 +120,15 @@ def _are_zeros(node: fx.Node) -> bool:
     return is_filled or node.target is aten.zeros_like.default
 
 
+def compute_zeros(graph: fx.Graph, zeros: Collection[fx.Node]) -> None:
+    """Zero points that a program holds, and that are zeros, become zeros that it computes, as amp_fx writes them."""
+    call = Rewriter(graph)
+    for weight in graph.find_nodes(op="call_function", target=quantised_ops().dequantize_per_channel.default):
+        if (points := args_of(weight)[2]) in zeros:
+            with call.before(weight):
+                weight.update_arg(2, call(aten.zeros_like.default, points))
+
+
 def write_out_int8(graph: fx.Graph) -> None:
     """Has bytes multiplied as floating point, for where oneDNN does not add up their products exactly.
 

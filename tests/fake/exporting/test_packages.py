@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import amp_fx
-from amp_fx._torch import LINEAR, LINEAR_INT8
+from amp_fx._torch import CONVOLUTION_INT8, LINEAR, LINEAR_INT8
 from amp_fx.exporting import packaging
 from amp_fx.graphs.calls import CAST
 from amp_fx.precision.placement import devices
@@ -214,6 +214,21 @@ def test_products_of_bytes_are_those_of_compiled_models(
     assert len(ours.graph.find_nodes(op="call_function", target=INT8_MM)) == 2
     amp_fx.package(ours, "package.pt2")
     assert (asked.calls[LINEAR_INT8], asked.calls[INT8_MM]) == wanted
+
+
+def test_convolutions_of_bytes_are_those_of_compiled_models(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packaging, "multiplies_int8", lambda: True)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1)
+    ).eval()
+    x = torch.randn(2, 3, 9, 9)
+    plan = amp_fx.calibrate(net, x, of="outputs", policy="int8", profile="off").plan(budget=100, verify=False)
+    assert len([row for row in plan.plans[0].nodes if row.levels_below]) == 2
+    with torch.no_grad():
+        amp_fx.package(amp_fx.export(net, (x,), plan=plan), "package.pt2")
+    assert asked.calls[CONVOLUTION_INT8] == 2
 
 
 @pytest.mark.bf16
