@@ -260,7 +260,9 @@ def _write_line_by_channels(x: Any) -> None:
     from torch._inductor import ir
 
     behind = x.data.data if isinstance(x.data, ir.BaseView) else None
-    if not isinstance(behind, ir.StorageBox) or len(behind.get_size()) != 3:
+    if not isinstance(behind, ir.StorageBox) or len(sizes := [*behind.get_size()]) != 3:
+        return
+    if [*x.get_size()] != [*sizes[:2], 1, sizes[2]]:
         return
     behind.realize()
     if isinstance(behind.get_layout(), ir.FlexibleLayout):
