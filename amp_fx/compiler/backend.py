@@ -34,13 +34,15 @@ from amp_fx.compiler.notices import (
     say_disabled,
     say_eager,
     say_none_below,
+    say_rounded,
     say_wide,
     warn_unscaled,
 )
 from amp_fx.compiler.rewriting import add_autocast, rewrite
 from amp_fx.compiler.settings import Options
-from amp_fx.errors import OptionsError, PlanError, SecondDerivativeError
+from amp_fx.errors import InputError, OptionsError, PlanError, SecondDerivativeError
 from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
+from amp_fx.graphs.inputs import weights_rounded
 from amp_fx.graphs.regions import ambient_regions, is_autocast_call, not_ours
 from amp_fx.graphs.values import graph_device, listed_devices
 from amp_fx.precision.plans.label import ReasonKind
@@ -71,16 +73,17 @@ def amp_fx(
     dtypes that Dynamo traced.
 
     Raises:
+        InputError: an input has a dtype that no kernel takes beside the weights.
         OptionsError: bad options.
         Exception: with ``strict``, whatever fails, as CaptureError or PassError where the graph cannot be rewritten;
             else only what Inductor cannot compile by itself either.
-        PlanError: none of the plans in the options is about this graph.
+        PlanError: none of the plans in the options is about this graph, or one of int8 is given for training.
         WeightsError: a gradient is asked for of weights that are stored low.
     """
     graph_arrived()
     try:
         return compile_graph(gm, example_inputs, Options.parse(mode, options))
-    except (OptionsError, PlanError) as error:
+    except (InputError, OptionsError, PlanError) as error:
         raise for_the_caller(error) from error.__cause__
 
 
@@ -161,6 +164,9 @@ def _as_asked(invocation: Invocation, _reason: str) -> tuple[str, Callable[..., 
     is_alone = not (is_off or any(region.by_user for region in invocation.ambient.values()))
     if is_alone and not opts.is_slower_low(device) and any(i.dtype is torch.float32 for i in plan.inputs):
         say_eager(plan.graph, plan.graph_break, device, invocation.ambient[device].dtype)
+    low = invocation.ambient[device].dtype
+    if is_alone and (rounded := weights_rounded(invocation.example_inputs, low)):
+        say_rounded(plan.graph, rounded, low)
     listed = [row for row in plan.matmuls if row.low is torch.float16]
     if (
         opts.dtype is torch.float16

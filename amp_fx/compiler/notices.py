@@ -1,7 +1,7 @@
 """Notices that a program is given once.
 
-That no graph has arrived, that float16 is trained without loss scaling, that autocast is off around a graph, that
-nothing of it runs below 16 bits, and that Dynamo leaves code beside graphs to eager.
+That no graph has arrived, that float16 is trained without loss scaling, that autocast is off around a graph, that its
+parameters are rounded twice, that nothing of it runs below 16 bits, and that Dynamo leaves code beside graphs to eager.
 
 What Dynamo does not compile, and why, it says itself under ``TORCH_LOGS=graph_breaks``, and :func:`amp_fx.explain`
 shows it.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 
@@ -81,6 +81,19 @@ def say_wide(profile: str) -> None:
         "dtype='float16' is asked for, and a graph runs in fp32: %s gains nothing by fp16. options={'profile': 'off'} "
         "runs it in fp16, as on a GPU.",
         profile,
+    )
+
+
+def say_rounded(graph: str, rounded: Mapping[torch.dtype, int], low: torch.dtype) -> None:
+    """Says once that parameters are in a 16-bit dtype other than the low one, so that they are rounded twice."""
+    counts = ", ".join(f"{count} parameters are {str(dtype)[6:]}" for dtype, count in rounded.items())
+    _say_once(
+        "rounded",
+        "graph %s: %s, and are rounded again to %s. Load the model in fp32, or give options={'dtype': %r}.",
+        graph,
+        counts,
+        str(low)[6:],
+        str(next(iter(rounded)))[6:],
     )
 
 

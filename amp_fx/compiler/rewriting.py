@@ -14,6 +14,7 @@ from amp_fx.compiler.level_passes import planned_levels, policy_levels
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import CaptureError, PassError, PlanError
 from amp_fx.graphs.capture import capture
+from amp_fx.graphs.inputs import refuse_inputs
 from amp_fx.graphs.keys import BUDGET, STEP_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device
@@ -58,11 +59,14 @@ def rewrite(
 
     Raises:
         CaptureError, PassError: the graph cannot be rewritten.
-        PlanError: none of the plans, or no sensitivity, in the options is about this graph.
+        InputError: an input has a dtype that no kernel takes beside the weights.
+        PlanError: none of the plans, or no sensitivity, in the options is about this graph; or a plan of int8 is given
+            for training.
     """
     log_artifact("amp_fx_dynamo", lambda: gm.print_readable(print_output=False))
     with saved_tensors_shield():
         captured = capture(gm, ambient)
+        refuse_inputs(captured)
         log_artifact("amp_fx_captured", lambda: captured.print_readable(print_output=False))
         device = graph_device(gm, ambient)
         selection = PassSelection(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
@@ -85,7 +89,10 @@ def rewrite(
         if opts.plan is not None:
             plan = replay(captured, opts, device, selection, context)
         else:
-            selection, means = _levels_given(selection, opts, context, device, ambient[device].dtype)
+            means = ""
+            # whoever places calls writes their levels into the plan as well
+            if placement is None:
+                selection, means = _levels_given(selection, opts, context, device, ambient[device].dtype)
             if opts.sensitivity is None:
                 plan = run_passes(captured, captured_passes(selection), context)
             else:
@@ -133,6 +140,13 @@ def replay(
     chosen, found = choose_plan(opts.plan or (), outline)
     # a step and a call without gradients multiply in levels of their own
     follows = chosen.training is context.training
+    below = {level.policy for row in chosen.nodes for level in row.levels_below.values()}
+    if context.training and below and not any(levels_of(base, training=True) for base in below):
+        raise PlanError(
+            f"plan {chosen.graph} runs matmuls in {', '.join(sorted(below))}, which have no gradients, and graph "
+            f"{outline.graph} is trained. Call the model under torch.inference_mode() or torch.no_grad(), or make a "
+            "plan for training: amp_fx.calibrate(model, batches, loss).plan()."
+        )
     rows = {
         row.name: replace(saved, levels=dict(saved.levels) if follows else {}) for saved, row in found.pairs
     }
