@@ -18,7 +18,7 @@ from typing import Any
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.instruments.reports import text
 from amp_fx.instruments.reports.advice import Advice, advise, kept_casts, kept_data, kept_lines
-from amp_fx.precision.plans.files import as_data, decode_file, read_object, write_text
+from amp_fx.precision.plans.files import as_data, check_kind, decode_file, read_object, write_text
 from amp_fx.precision.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, Plan, dtype_name
 from amp_fx.precision.plans.plan_files import Diff, diff_plans
 from amp_fx.precision.plans.reading import listen
@@ -205,6 +205,7 @@ class Report:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """Reads what :meth:`to_dict` wrote; AmpFxError where it is something else."""
+        check_kind(cls, data, AmpFxError)
         # an older report has not all of them
         found = {name: data[name] for name in (*_HEADER, *_SAVED) if name in data}
         return decode_file(cls, found, AmpFxError, _HEADER, "title", "plans", "costs", "notes")

@@ -22,6 +22,13 @@ from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.runtime.state import cache_results
 
 T = TypeVar("T")
+#: field that only one kind of file has -> the kind, and what reads it
+_KINDS = {
+    "nodes": "a plan: options={'plan': path} follows it, amp_fx.Plan.load reads it",
+    "plans": "a report: options={'plan': path} follows its plans, amp_fx.Report.load reads it",
+    "graphs": "a sensitivity file: policy={'sensitivity': path} follows it, amp_fx.explain(sensitivity=path) shows it",
+    "peak": "a device profile: options={'profile': path} takes it",
+}
 #: bytes that a file may have; plans and reports have about 600 a call, sensitivity files a kilobyte
 MAX_FILE = 256 * 1024 * 1024
 
@@ -128,6 +135,7 @@ def decode_file(
 ) -> T:
     """A dataclass of the object in a file, which has a header and these fields; ``error`` where that is not so."""
     what, values = cls.__name__.lower(), dict(data)
+    check_kind(cls, data, error)
     found = {key: values.pop(key, None) for key in header}
     if found != header:
         raise error(f"not a {what} of this amp_fx: it has {found}, not {header}. Make a new {what}.")
@@ -138,6 +146,13 @@ def decode_file(
         return decode(cls, values, what)
     except SchemaError as caught:
         raise error(f"not a {what}: {caught}") from caught
+
+
+def check_kind(cls: Any, data: Mapping[str, Any], error: type[AmpFxError]) -> None:
+    """Raises ``error`` for the object in a file of another kind than a dataclass, and says which kind it is."""
+    own = {row.name for row in fields(cls)}
+    if other := next((kind for name, kind in _KINDS.items() if name in data and name not in own), None):
+        raise error(f"not a {cls.__name__.lower()}, but {other}.")
 
 
 def decode(hint: type[T], value: object, where: str) -> T:

@@ -24,6 +24,7 @@ from amp_fx.precision.plans.files import (
     decode_file,
     dtype_name,
     parse_object,
+    read_object,
     write_text,
 )
 from amp_fx.precision.plans.label import Label, Reason
@@ -300,6 +301,11 @@ class Plan:
             return cls.from_dict(parse_object(text, "a plan"))
         except SchemaError as error:
             raise PlanError(str(error)) from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a file that :meth:`save` wrote; PlanError where that cannot be read, or is something else."""
+        return read_object(path, "a plan", cls.from_dict, PlanError)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file that ``options={"plan": path}`` replays: all of it, or the old file stays."""
