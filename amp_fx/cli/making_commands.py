@@ -182,11 +182,6 @@ def _batch_shapes(loaded: Loaded) -> torch.export.ShapesCollection:
     """Dimension 0 of every tensor input is dynamic; inputs that are equal there stay so."""
     shapes = torch.export.ShapesCollection()
     for value in (each for each in tensors((loaded.args, loaded.kwargs)) if each.ndim):
-        if value.shape[0] < 2:
-            # torch.export would take it for a constant
-            raise AmpFxError(
-                f"--dynamic-batch needs example inputs with a batch of at least 2; got shape {tuple(value.shape)}."
-            )
         shapes[value] = {0: torch.export.Dim.DYNAMIC}
     return shapes
 

@@ -28,6 +28,7 @@ from amp_fx.exporting.program import (
     stored_weights,
     tied,
 )
+from amp_fx.exporting.shapes import check_shapes
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
@@ -75,7 +76,7 @@ def export(
     Inside a ``torch.autocast`` block the program computes what the model would compute there.
 
     Args:
-        model: usually in evaluation mode, fp32.
+        model: usually in evaluation mode, fp32. One that is compiled is taken as it was before.
         args: example inputs: a tuple, or one batch as :func:`amp_fx.calibrate` takes it.
         kwargs: example keyword inputs.
         dynamic_shapes: as in ``torch.export.export``.
@@ -84,15 +85,19 @@ def export(
 
     Raises:
         InputError: the model does not take the inputs.
-        ExportError: torch.export does not take the model.
+        ExportError: torch.export does not take the model, or ``dynamic_shapes`` has a dimension that an input has not,
+            or a dynamic one of size 0 or 1.
         OptionsError, CaptureError, PassError: see :func:`convert`.
     """
     opts, own = _parse(options)
+    model = getattr(model, "_orig_mod", model)
     given, named = inputs_of(model, args, kwargs)
     # plans of graphs that are called without gradients are about what is traced so
     is_trained = torch.is_grad_enabled() and opts.plan is None
     try:
         with compiling(model, (given, named)), torch.set_grad_enabled(is_trained):
+            if dynamic_shapes is not None:
+                check_shapes(model, given, named, dynamic_shapes)
             program = torch.export.export(model, given, named, dynamic_shapes=dynamic_shapes)
     except AmpFxError:
         raise

@@ -44,7 +44,8 @@ def export_onnx(
 
     Raises:
         MissingLibraryError: onnx or onnxscript is not installed.
-        ExportError: the file cannot be written, or is refused, or computes something else; names the node.
+        ExportError: the path does not end in ``.onnx``, or the file cannot be written, or is refused, or computes
+            something else; names the node.
         OptionsError, CaptureError, PassError: as :func:`amp_fx.export`.
     """
     need_onnx(path)
@@ -59,8 +60,10 @@ def export_onnx(
 def need_onnx(path: str | os.PathLike[str]) -> None:
     """Refuses what would fail after the work: a library that is missing, a folder that cannot be written.
 
-    MissingLibraryError names the library, ExportError the folder.
+    MissingLibraryError names the library, ExportError the folder or another suffix than ``.onnx``.
     """
+    if Path(path).suffix != ".onnx":
+        raise ExportError(f"an ONNX file ends in .onnx; got {os.fspath(path)!r}.")
     if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
         raise MissingLibraryError(f"ONNX files take {' and '.join(missing)}: {install_hint('onnx')}.")
     folder = Path(path).absolute().parent
@@ -128,7 +131,10 @@ def why_not_run(ep: torch.export.ExportedProgram) -> str:
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed"
     if _has_bfloat16(ep):
-        return "onnxruntime has kernels in float16 for a CPU, none in bfloat16"
+        return (
+            "onnxruntime has kernels in float16 for a CPU, none in bfloat16. Give dtype='float16' (with a plan: "
+            "calibrate(..., dtype='float16')), or run the file where bfloat16 is multiplied, as in OpenVINO"
+        )
     rounded = quantised_ops().quantize_per_tensor.default
     weights = [value for value in tensors((ep.state_dict, ep.constants)) if value.dtype is torch.int8]
     is_full = any(node.target is rounded for node in ep.graph.nodes) and any(

@@ -128,4 +128,4 @@ def test_a_model_that_fails_by_itself_is_an_input_error_and_others_are_raised_as
         amp_fx.export(nn.Sequential(norm, nn.Linear(4, 1)), (torch.randn(3, 5),))
     assert norm.num_batches_tracked == 0
     with pytest.raises(ExportError, match=r"torch\.export\.export\(.* fails"):
-        amp_fx.export(nn.Linear(4, 1), (torch.randn(3, 4),), dynamic_shapes=({2: torch.export.Dim("d")},))
+        amp_fx.export(nn.Linear(4, 1), (torch.randn(3, 4),), dynamic_shapes=({0: torch.export.Dim("d")}, {}))
