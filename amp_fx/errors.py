@@ -39,7 +39,7 @@ class TargetError(AmpFxError, ValueError):
 
 
 class MissingLibraryError(AmpFxError, ModuleNotFoundError):
-    """A library that ``amp_fx.integrations`` or ``amp_fx.export_onnx`` needs is not installed."""
+    """A library of an extra is not installed: of integrations, ONNX files, figures, or GPUs that are not there."""
 
 
 class WeightsError(AmpFxError):

@@ -1,7 +1,8 @@
-"""A mistake in the options reaches the caller of ``torch.compile`` in amp_fx's own type."""
+"""A user's mistakes reach the caller in amp_fx's own types, and name what to do."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import amp_fx
 from amp_fx.compiler import backend
+from amp_fx.exporting.onnx_file import why_not_run
 from support.tracing.captured_graphs import without_inductor
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -75,3 +77,118 @@ def test_fp16_that_a_rule_keeps_in_fp32_is_not_said_to_gain_nothing(monkeypatch:
         with without_inductor(), torch.no_grad():
             torch.compile(nn.Linear(4, 4), backend="amp_fx", options=options)(torch.randn(2, 4))
     assert said == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_an_input_that_no_kernel_takes_beside_the_weights_is_named_before_anything_is_compiled(
+    dtype: torch.dtype,
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, signal: torch.Tensor) -> torch.Tensor:
+            return self.first(signal.reshape(-1, 4))
+
+    model = torch.compile(Model(), backend="amp_fx")
+    given = torch.ones(2, 4, dtype=dtype)
+    with pytest.raises(amp_fx.InputError, match=rf"input 'signal' has dtype {dtype}.*torch\.float32"):
+        model(given)
+    with without_inductor():
+        # as the message says
+        assert model(given.to(torch.float32)).dtype is torch.float32
+        assert torch.compile(Model().double(), backend="amp_fx")(given.double()).dtype is torch.float64
+
+
+def test_parameters_in_the_other_16_bit_dtype_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    amp_fx.reset()
+    for dtype in (torch.bfloat16, torch.float16):
+        with without_inductor(), torch.no_grad():
+            model = nn.Linear(4, 4).to(dtype)
+            torch.compile(model, backend="amp_fx", options={"dtype": "bfloat16"})(torch.randn(2, 4))
+    (said,) = [row.getMessage() for row in caplog.records if "parameters are" in row.getMessage()]
+    assert "2 parameters are float16" in said
+    assert "{'dtype': 'float16'}" in said
+
+
+def test_a_plan_of_int8_is_refused_in_training_and_followed_without_gradients() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(32, 64)
+    policy = {"base": "int8", "rules": [{"op": "linear", "precision": "int8"}]}
+    with torch.no_grad():
+        plan = amp_fx.explain(model, x, options={"policy": policy, "profile": "off"}).plan
+    assert all(row.levels_below for row in plan.matmuls)
+    compiled = torch.compile(model, backend="amp_fx", options={"plan": plan})
+    with pytest.raises(amp_fx.PlanError, match="int8, which have no gradients"):
+        compiled(x)
+    with without_inductor(), torch.no_grad():
+        assert compiled(x).shape == (32, 64)
+
+
+def test_a_file_of_another_kind_says_what_it_is_and_what_reads_it(tmp_path: Path) -> None:
+    report = amp_fx.explain(nn.Linear(4, 4), torch.randn(2, 4))
+    report.save(tmp_path / "report.json")
+    report.plan.save(tmp_path / "plan.json")
+    assert amp_fx.Plan.load(tmp_path / "plan.json") == report.plan
+    with pytest.raises(amp_fx.PlanError, match=r"not a plan, but a report.*Report\.load"):
+        amp_fx.Plan.load(tmp_path / "report.json")
+    with pytest.raises(amp_fx.AmpFxError, match=r"not a report, but a plan.*Plan\.load"):
+        amp_fx.Report.load(tmp_path / "plan.json")
+    with pytest.raises(amp_fx.PlanError, match=r"there is no file '.*absent\.json'"):
+        amp_fx.Plan.load(tmp_path / "absent.json")
+
+
+SHAPES: list[tuple[torch.Tensor, Any, str]] = [
+    (torch.ones(4, 4), ({2: torch.export.Dim("b")},), r"dimension 2 of input 'input'.*\(4, 4\)"),
+    (torch.ones(4, 4), {"input": (None, None, torch.export.Dim("b"))}, "dimension 2 of input 'input'"),
+    (torch.ones(1, 4), ({0: torch.export.Dim("b")},), r"\(1, 4\).*at least 2"),
+    (torch.ones(1, 4), ({0: torch.export.Dim.DYNAMIC},), "at least 2"),
+]
+
+
+@pytest.mark.parametrize(("example", "shapes", "named"), SHAPES)
+def test_dynamic_shapes_that_an_input_cannot_have_are_told_by_its_name(
+    example: torch.Tensor, shapes: Any, named: str
+) -> None:
+    with pytest.raises(amp_fx.ExportError, match=named):
+        amp_fx.export(nn.Linear(4, 4), (example,), dynamic_shapes=shapes)
+
+
+def test_a_compiled_model_is_exported_by_its_own_names() -> None:
+    program = amp_fx.export(torch.compile(nn.Linear(4, 4)), (torch.ones(2, 4),))
+    assert [*program.state_dict] == ["weight", "bias"]
+    # no size of 0 or 1 is refused where nothing is dynamic
+    amp_fx.export(nn.Linear(4, 4), (torch.ones(1, 4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+
+
+def test_an_onnx_file_of_another_suffix_is_refused_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(amp_fx.ExportError, match=r"ends in \.onnx; got '.*a\.pt2'"):
+        amp_fx.export_onnx(nn.Linear(4, 4), (torch.ones(2, 4),), tmp_path / "a.pt2")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_in_bfloat16_that_onnxruntime_has_no_kernels_for_names_the_dtype_to_give() -> None:
+    pytest.importorskip("onnxruntime")
+    program = amp_fx.export(nn.Linear(4, 4), (torch.ones(2, 4),))
+    assert "dtype='float16'" in why_not_run(program)
+
+
+def test_a_comparison_without_a_loss_says_that_gradients_are_missing() -> None:
+    with without_inductor():
+        text = str(amp_fx.compare(nn.Linear(4, 4), torch.randn(2, 4)))
+        assert "not compared: gradients" in text
+        assert "Nothing is wrong with results" in text
+        found = amp_fx.compare(nn.Linear(4, 4), torch.randn(2, 4), loss=torch.sum)
+    assert "not compared" not in str(found)
+    assert "Nothing is wrong:" in str(found)
+
+
+def test_a_budget_that_lowers_nothing_says_so_and_names_an_error_that_gains() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    measured = amp_fx.calibrate(model, torch.randn(32, 64), torch.sum, profile="off")
+    plan = measured.plan(budget=1e-9, verify=False)
+    assert plan.lowered == (0, 0)
+    found = re.search(r"nothing is gained; the next plan gains, at plan\(error=(.*)\)", str(plan))
+    assert found
+    assert any(measured.plan(error=float(found[1]), verify=False).lowered)
+    assert measured.plan(verify=False).least is None

@@ -196,14 +196,24 @@ class Calibration:
         aim = one_of("minimise", MINIMISED, minimise)
         with torch.enable_grad(), progress("plan") as say:
             say("prices and searches placements")
+            limit = None
             if time is not None:
-                return self._finish(self._within_time(_positive("time", time)), None, verify, aim, say)
-            if error is not None:
-                limit = _positive("error", error)
+                chosen = self._within_time(_positive("time", time))
             else:
-                factor = 1.0 if budget in (None, "autocast") else _positive("budget", budget)
-                limit = factor * self.autocast_error
-            return self._finish(self._within(limit**2, aim), limit, verify, aim, say)
+                if error is not None:
+                    limit = _positive("error", error)
+                else:
+                    factor = 1.0 if budget in (None, "autocast") else _positive("budget", budget)
+                    limit = factor * self.autocast_error
+                chosen = self._within(limit**2, aim)
+            found = self._finish(chosen, limit, verify, aim, say)
+            return found if any(found.lowered) else replace(found, least=self._least(chosen, aim))
+
+    def _least(self, wide: Choice[Placed], aim: str) -> float | None:
+        """The least predicted error on the frontier of what costs less than this placement; None if nothing does."""
+        corners = self._usual.corners(8 * _CORNERS, aim)
+        errors = [corner.sensitivity for corner in corners if corner.time < wide.time]
+        return math.sqrt(min(errors)) if errors else None
 
     def _within_time(self, time: float) -> Choice[Placed]:
         if not self.cuts.is_timed:

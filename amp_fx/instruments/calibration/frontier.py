@@ -78,6 +78,8 @@ class CalibratedPlan:
         measured: the error of a compiled step; None where none was run.
         tried: (predicted, measured) of plans that missed the budget.
         unverified: why no compiled step could check the plan, or an empty string.
+        least: where nothing is below fp32, the predicted error of the next plan on the frontier that costs less; None
+            where there is none, or something is below fp32.
     """
 
     plans: list[Plan]
@@ -86,16 +88,28 @@ class CalibratedPlan:
     measured: float | None = None
     tried: tuple[tuple[float, float], ...] = ()
     unverified: str = ""
+    least: float | None = None
+
+    @property
+    def lowered(self) -> tuple[int, int]:
+        """How many calls compute in the low dtype, and how many matmuls below 16 bits."""
+        rows = [row for plan in self.plans for row in plan.nodes]
+        low = sum(row.dtype is row.low for row in rows if row.low is not None)
+        return low, sum(len(row.levels_below) for row in rows)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file that ``options={"plan": path}`` reads."""
         Report(self.plans).save(Path(path)) if len(self.plans) > 1 else self.plans[0].save(path)
 
     def __str__(self) -> str:
-        low = sum(row.dtype is row.low for plan in self.plans for row in plan.nodes if row.low is not None)
-        below = sum(len(row.levels_below) for plan in self.plans for row in plan.nodes)
+        low, below = self.lowered
         also = f", {below} matmuls below 16 bits" if any(plan.decides_levels for plan in self.plans) else ""
-        lines = [f"{low} calls low{also}, predicted {self.point.what} error {self.point.error:.2e}"]
+        lines = [f"{low} calls in 16 bits{also}, predicted {self.point.what} error {self.point.error:.2e}"]
+        if not (low or below):
+            lines = ["all calls stay in fp32: nothing is gained"]
+            if self.least is not None:
+                # three digits, rounded up
+                lines[0] += f"; the next plan gains, at plan(error={self.least * 1.005:.2e})"
         if self.budget is not None and self.point.error > self.budget * (1 + 1e-6):
             lines.append(f"no placement keeps the budget of {self.budget:.2e}: this one has the least error")
         for predicted, measured in self.tried:

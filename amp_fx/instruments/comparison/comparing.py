@@ -40,6 +40,8 @@ AGAINST = ("fp32", "autocast", "eager")
 _BACK_OFF = 16.0
 #: by which results may move when values are taken; what rounds otherwise in bf16 moves them less
 _DISTURBED = 0.05
+#: what is said where gradients could be compared
+_NO_LOSS = "gradients, as there is no loss: give loss=function"
 
 
 def compare(
@@ -134,7 +136,7 @@ def compare(
         disturbance=first.disturbance,
         calls_disturbance=calls_disturbance,
         loss_scale=first.scale,
-        left_out=tuple(first.left_out),
+        left_out=(*([_NO_LOSS] if step.of_outputs and step.grad else []), *first.left_out),
         plans=tuple(first.plans),
         errors={
             plan.graph: {

@@ -96,7 +96,7 @@ class Comparison:
         disturbance: by how much taking the values has moved these results.
         calls_disturbance: the same of the run that returns the result of every call.
         loss_scale: at which gradients were computed.
-        left_out: graphs that are not compared, and why.
+        left_out: graphs that are not compared, and gradients where there is no loss; and why.
         plans: of the graphs.
         errors: graph -> call -> error; what pictures are coloured by.
     """
@@ -273,8 +273,8 @@ def verdict(
         )
     if culprit is None:
         return (
-            "Nothing is wrong: all is finite, and no module is further from the reference than its inputs and its "
-            "precision explain."
+            f"Nothing is wrong{' with results' * of_outputs}: all is finite, and no module is further from the "
+            "reference than its inputs and its precision explain."
         )
     name = culprit.module or "the model itself"
     if call is not None:

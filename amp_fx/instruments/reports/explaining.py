@@ -104,7 +104,7 @@ def explain(
     Raises:
         InputError: the model does not take the arguments.
         OptionsError: bad options.
-        TargetError: no such target, or this machine lacks what it takes to compile for it.
+        TargetError: no such target, or this machine has no compiler for it; MissingLibraryError without Triton.
         CaptureError, PassError: with ``strict``, a graph cannot be rewritten.
         PlanError: a graph was not calibrated.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.errors import AmpFxError, install_hint
+from amp_fx.errors import AmpFxError, MissingLibraryError, install_hint
 from amp_fx.instruments.reports.counting import FORMATS, Counts
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3": "fp8 e4m3", "flo
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches; AmpFxError where matplotlib is missing."""
+    """An empty figure, in inches; MissingLibraryError where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise AmpFxError(
+        raise MissingLibraryError(
             f"the figure needs matplotlib: {install_hint('plot')}. The numbers do without it."
         ) from error
     return Figure(figsize=(width, height), layout="constrained")

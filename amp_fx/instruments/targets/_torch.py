@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import _triton as triton_facts
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.errors import TargetError
+from amp_fx.errors import MissingLibraryError, TargetError, install_hint
 from amp_fx.instruments.targets.process import Target, find_target, library
 
 #: torch 2.11's pickler does not look for nodes in slices, ``x[: x.shape[0]]``; later ones do
@@ -50,14 +50,14 @@ def enter(name: str) -> None:
     """Makes this process one that compiles for a target, ``"cuda:h100"``. There is no way back, and no second target.
 
     Call it first: autograd counts devices when it first runs backward, and torch keeps what it was told in many
-    caches. TargetError for a second target, and without Triton.
+    caches. TargetError for a second target, MissingLibraryError without Triton.
     """
     global _target
     target = find_target(name)
     if _target not in (None, target):
         raise TargetError(f"this process compiles for {_target.name}; {target.name} takes another process.")
     if not triton_facts.has_triton_package():
-        raise TargetError("compiling for CUDA takes Triton: pip install triton.")
+        raise MissingLibraryError(f"compiling for CUDA takes Triton: {install_hint('targets')}.")
     ctypes.CDLL(str(library())).amp_fx_enter()
     _target = target
 

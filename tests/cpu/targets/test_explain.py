@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.cli import main
-from amp_fx.errors import AmpFxError, TargetError
+from amp_fx.errors import AmpFxError, MissingLibraryError, TargetError
 from amp_fx.instruments.reports.report import Report
 from amp_fx.instruments.targets import find_target
 from amp_fx.instruments.targets._torch import enter
@@ -242,5 +242,7 @@ def test_a_machine_without_triton_or_a_compiler_says_in_one_line_what_to_install
     with pytest.raises(TargetError, match=r"^compiling for an absent GPU takes a C.. compiler.*install g"):
         enter("cuda:h100")
     monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
-    with pytest.raises(TargetError, match=r"^compiling for CUDA takes Triton: pip install triton"):
+    with pytest.raises(
+        MissingLibraryError, match=r"^compiling for CUDA takes Triton: pip install '\.\[targets\]'"
+    ):
         enter("cuda:h100")

@@ -157,7 +157,7 @@ def test_a_program_is_exported_with_its_report_in_evaluation_mode() -> None:
     assert module(x).dtype is torch.float16
     # no dropout
     assert torch.equal(module(x), module(x))
-    assert re.search(r"2.*\(1, 16\)", error_of("export", "user_models:one", "--dynamic-batch"))
+    assert re.search(r"\(1, 16\).*at least 2", error_of("export", "user_models:one", "--dynamic-batch"))
 
 
 def test_what_no_runtime_loads_is_named() -> None:
@@ -175,7 +175,7 @@ def test_sensitivity_a_plan_and_a_figure_are_calibrated() -> None:
     written = "--plan plan.json --figure frontier.svg --budget 0.5 --minimise bytes"
     out, err = run(*command, *written.split())
     assert "Sequential in bfloat16: 3 calls, graphs: 1, batches: 2" in out
-    assert "predicted gradient error" in out
+    assert "all calls stay in fp32: nothing is gained; the next plan gains, at plan(error=" in out
     assert "wrote plan.json" in err
     assert Sensitivity.load("found.json").dtype is torch.bfloat16
     assert json.loads(Path("plan.json").read_text())["nodes"]
