@@ -38,6 +38,7 @@ from amp_fx.compiler.notices import (
     say_wide,
     warn_unscaled,
 )
+from amp_fx.compiler.predicting import add_times
 from amp_fx.compiler.rewriting import add_autocast, rewrite
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import InputError, OptionsError, PlanError, SecondDerivativeError
@@ -176,6 +177,7 @@ def _as_asked(invocation: Invocation, _reason: str) -> tuple[str, Callable[..., 
         say_wide(plan.profile)
     if is_heard():
         add_autocast(plan, invocation.gm, invocation.ambient, training=invocation.training)
+        add_times(plan, invocation.gm, invocation.ambient, opts, training=invocation.training)
     # last: Inductor may ask Dynamo to trace again, and then this graph never runs
     _say(plan)
     return "as its options say", compiled

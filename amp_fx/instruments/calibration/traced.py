@@ -6,7 +6,7 @@ With a policy below 16 bits, what it multiplies that may run so is read off the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, replace_inner_compile
+from amp_fx.compiler.predicting import constrained, with_bodies
 from amp_fx.compiler.rewriting import rewrite
 from amp_fx.compiler.settings import Options
 from amp_fx.graphs.capture import capture
@@ -21,8 +22,7 @@ from amp_fx.graphs.regions import Regions, ambient_regions
 from amp_fx.graphs.values import graph_device, tensors
 from amp_fx.instruments.targets.process import TargetProcess
 from amp_fx.instruments.targets.tracing import TracedGraph, on_target
-from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, PlaceLevels, run_passes
-from amp_fx.passes.base import bodies, run_in_order
+from amp_fx.passes import OUTLINE, PassContext, PlaceLevels, run_passes
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph, price
 from amp_fx.passes.levels.level_problem import level_problem
 from amp_fx.precision.placement.cut import Problem
@@ -130,11 +130,11 @@ class MeasuredGraph:
     ) -> list[PricedGraph]:
         """The graph and the bodies inside it, each with its prices; without a profile, time is bytes moved."""
         context = PassContext(opts.policy, opts.numerics, profile, self.training)
-        captured = self._run(_constrained, context)
+        captured = self._run(constrained, context)
         if not self.training:
             is_here = opts.profile == "auto"
             context = replace(context, folded=weight_inputs(captured), times_calls=is_here)
-        found = (price(body, inside, rows) for body, inside in _bodies(captured, context))
+        found = (price(body, inside, rows) for body, inside in with_bodies(captured, context))
         return [each for each in found if each is not None]
 
     def outline(self, opts: Options) -> Plan:
@@ -194,18 +194,3 @@ def _plan(
 ) -> Plan:
     with torch.set_grad_enabled(training):
         return rewrite(gm, ambient, opts, training=training, placement=placement)[1]
-
-
-def _constrained(gm: fx.GraphModule, ambient: Regions, context: PassContext) -> fx.GraphModule:
-    """The graph and the bodies inside it, classified, with hazards pinned."""
-    captured = capture(gm, ambient)
-    for body, inside in _bodies(captured, context):
-        run_in_order(body, (PinDtypes(), Classify(), Constrain()), inside)
-    return captured
-
-
-def _bodies(gm: fx.GraphModule, context: PassContext) -> Iterator[tuple[fx.GraphModule, PassContext]]:
-    """The bodies inside a graph, and then the graph, each with what passes read there."""
-    for name, body in bodies(gm):
-        yield from _bodies(body, replace(context, path=f"{context.path}{name}."))
-    yield gm, context

@@ -32,7 +32,7 @@ from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, listed_devices, tensors
+from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, listed_devices, numel, tensors
 from amp_fx.instruments.reports.advice import starred
 from amp_fx.instruments.reports.outside import OutsideFlops
 from amp_fx.precision.plans.label import Label, Reason, ReasonKind
@@ -41,6 +41,8 @@ from amp_fx.precision.plans.reading import cast_plan, conversion, input_plan, no
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.levels import FORWARD, LEVELS, Level, is_narrow
 
+#: how AOTAutograd calls the inputs of a forward graph, and the gradients that enter a backward
+_GIVEN = "primals", "tangents"
 #: what a kernel may do beside converting and still be a cast
 _MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
 
@@ -112,7 +114,17 @@ class LoweredGraphs:
     @property
     def cost(self) -> Cost:
         """The cost of all graphs together."""
-        return cost_of(graph.lowered for graph in self.graphs)
+        backward = [graph.lowered.before.graph for graph in self.graphs if graph.phase == "backward"]
+        return replace(
+            cost_of(graph.lowered for graph in self.graphs), saved=sum(map(_saved_bytes, backward))
+        )
+
+
+def _saved_bytes(backward: fx.Graph) -> int:
+    """Bytes that a backward graph is given, without the forward's own inputs and gradients."""
+    given = [node for node in backward.find_nodes(op="placeholder") if not node.name.startswith(_GIVEN)]
+    values = [value for node in given for value in tensors(node.meta.get("val"))]
+    return sum(numel(value) * value.dtype.itemsize for value in values)
 
 
 def _backward_plan(graph: _Graph, forward: Sequence[Plan]) -> Plan:

@@ -46,11 +46,42 @@ def heading(title: str, plans: Sequence[Plan]) -> str:
 def verdict(
     plans: Sequence[Plan], costs: Mapping[str, Cost], device: str, advice: Sequence[Advice]
 ) -> list[str]:
-    """The bytes of a step beside torch.autocast, in one sentence; nothing where nobody counted."""
+    """Predicted time and memory, then the bytes of a step beside torch.autocast; nothing where nobody counted."""
     ours, theirs = (costs.get(name) for name in ("amp_fx", "torch.autocast"))
     if ours is None or theirs is None or not ours.moved or not theirs.moved:
         return []
-    change = 1 - ours.moved / theirs.moved
+    prediction = _prediction(plans, ours, theirs)
+    return [*prediction, *_traffic(plans, ours, theirs, ours.moved / theirs.moved, device, advice)]
+
+
+def _prediction(plans: Sequence[Plan], ours: Cost, theirs: Cost) -> list[str]:
+    """Predicted time beside torch.autocast and fp32, and what is kept for the backward."""
+    forward, texts = [plan for plan in plans if plan.phase == "forward"], list[str]()
+    if forward and all(plan.seconds for plan in forward):
+        own, stock, wide = (
+            sum(plan.seconds[name] for plan in forward) for name in ("amp_fx", "torch.autocast", "fp32")
+        )
+        rates = ", ".join(dict.fromkeys(plan.profile for plan in forward))
+        texts.append(
+            f"Predicted time {_duration(own)}, with torch.autocast {_duration(stock)}, in fp32 {_duration(wide)} "
+            f"(rates of {rates})"
+        )
+    if ours.saved and theirs.saved:
+        texts.append(
+            f"Kept for the backward {size(ours.saved, '.1f')}, with torch.autocast {size(theirs.saved, '.1f')}"
+        )
+    return textwrap.wrap(f"{'. '.join(texts)}.", _columns()) if texts else []
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _traffic(
+    plans: Sequence[Plan], ours: Cost, theirs: Cost, ratio: float, device: str, advice: Sequence[Advice]
+) -> list[str]:
+    """The bytes of a step beside torch.autocast, and their ratio, in one sentence."""
+    change = 1 - ratio
     text = f"{change:.1%} less traffic than torch.autocast"
     if abs(change) < _SAME:
         text = "same traffic as torch.autocast"

@@ -196,7 +196,7 @@ def cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     relative = {"float32": exact, "bfloat16": row.bfloat16, "float16": row.float16, INT8: row.int8}
     per_thread, socket = _CPU_BANDWIDTH
     return DeviceProfile(
-        name=f"{row.name}, {threads} threads",
+        name=f"{row.name}, {threads} thread{'s' * (threads != 1)}",
         device_type="cpu",
         peak={dtype: rate * times for dtype, times in relative.items() if times is not None},
         bandwidth=min(per_thread * threads, socket),

@@ -177,8 +177,8 @@ class Cost:
     """The cost of casts in all graphs of a report.
 
     ``casts`` between floating dtypes read and write ``cast_bytes`` if each is a kernel of its own. After Inductor's
-    fusion, ``kernels`` do nothing but cast, and read and write ``kernel_bytes``; all kernels together, ``moved``. None:
-    Inductor was not asked.
+    fusion, ``kernels`` do nothing but cast, and read and write ``kernel_bytes``; all kernels together, ``moved``.
+    ``saved`` bytes are kept between forward and backward, parameters and inputs left out. None: Inductor was not asked.
     """
 
     casts: int
@@ -186,6 +186,7 @@ class Cost:
     kernels: int | None = None
     kernel_bytes: int | None = None
     moved: int | None = None
+    saved: int | None = None
 
 
 @dataclass
@@ -203,6 +204,8 @@ class Plan:
         graph_break: why Dynamo ended the graph before the program did, or an empty string.
         autocast: casts and their bytes if torch.autocast had placed them, ``{"casts": 9, "bytes": 640}``, if asked for.
         autocast_dtypes: path of a module -> dtype name that torch.autocast would compute it in, if asked for.
+        seconds: ``"amp_fx"``, ``"torch.autocast"``, ``"fp32"`` -> seconds by the device profile, both ways, if
+            asked for and known; see :func:`amp_fx.compiler.predicting.add_times`.
         training: True if the graph was to be differentiated.
         profile: name of the device profile that weighed casts against arithmetic, or an empty string.
         meaning: what a policy below 16 bits means on the device: the level, or why it means autocast.
@@ -224,6 +227,7 @@ class Plan:
     graph_break: str = ""
     autocast: dict[str, int] | None = None
     autocast_dtypes: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     training: bool = False
     profile: str = ""
     meaning: str = ""
