@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import amp_fx
-from amp_fx.cli import making_commands, report_commands
+from amp_fx.cli import machine_commands, making_commands, report_commands
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.precision.plans.files import in_words
 
@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     report_commands.add_to(commands)
     making_commands.add_to(commands)
+    machine_commands.add_to(commands)
+    if not argv:
+        parser.print_help()
+        return 0
     valid = commands.choices
     if argv and not argv[0].startswith("-") and argv[0] not in valid:
         parser.error(f"no command {argv[0]!r}; valid: {', '.join(valid)}.{did_you_mean(argv[0], valid)}")

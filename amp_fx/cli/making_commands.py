@@ -1,10 +1,9 @@
-"""Commands that make a file, or list what there is: calibrate, export, profile, targets."""
+"""Commands that make a file: calibrate, export."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Iterable
@@ -25,17 +24,20 @@ from amp_fx.cli.inputs import (
     writable,
 )
 from amp_fx.cli.report_commands import add_command
-from amp_fx.compiler.settings import DTYPES, LEVEL_OPTIONS
+from amp_fx.compiler.settings import DTYPES, LEVEL_OPTIONS, NUMERICS
 from amp_fx.errors import AmpFxError, install_hint
 from amp_fx.exporting.converting import CHOICES
 from amp_fx.exporting.onnx_file import need_onnx, why_not_run, write_onnx
 from amp_fx.graphs.values import tensors
-from amp_fx.instruments.targets import TARGETS
-from amp_fx.precision.placement.devices import builtin
-from amp_fx.precision.placement.measuring import measure
-from amp_fx.precision.placement.profile import DEVICE_TYPES, DeviceProfile
 from amp_fx.precision.placement.tradeoff import MINIMISED, TIME
 from amp_fx.precision.plans.sensitivity import GRADIENTS, OF
+
+#: help of the options that export has and the backend has not
+_CHOICES = {
+    "weights_beyond_range": "weights beyond the range of the low dtype: an error, the largest value, or fp32",
+    "tables": "embedding tables to round: those that are a matmul's weight as well, all, or none",
+    "int8_range": "weights in int8: all values, or -64 to 64 for CPUs without VNNI",
+}
 
 
 def add_to(commands: Any) -> None:
@@ -43,7 +45,8 @@ def add_to(commands: Any) -> None:
     default = "default: %(default)s"
 
     add = add_command(commands, calibrate, "model", "--loss")
-    add("--batches", metavar="package.module:callable", help="see below")
+    batches = "callable that returns one batch or several (default: the inputs of MODEL)"
+    add("--batches", metavar="package.module:callable", help=batches)
     add("--of", default=GRADIENTS, metavar="WHAT", help=f"gradients, outputs or a callable ({default})")
     add("--dtype", default="auto", help=f"the low dtype ({default})")
     add("--scale", type=float, metavar="S", help="loss scale of fp16")
@@ -58,28 +61,33 @@ def add_to(commands: Any) -> None:
     add("--minimise", choices=MINIMISED, default=TIME, help=f"what --plan minimises ({default})")
     add("--no-verify", action="store_true", help="do not check the plan by a compiled step")
 
-    add_command(commands, targets, "--json")
-
-    add = add_command(commands, profile, "--json")
-    add("-o", "--output", metavar="FILE", help="default: amp_fx_DEVICE.json; with --json: nowhere")
-    add("--device", choices=DEVICE_TYPES, help="default: cuda where there is a device, else cpu")
-    add("--seconds", type=_seconds, default=3.0, metavar="S", help=f"how long ({default})")
-
     add = add_command(commands, export, "model")
     add("-o", "--output", metavar="FILE", default="model.pt2", help=f"{default}; ends in .pt2")
     add("--aoti", action="store_true", help="also compile: FILE with .aoti.pt2")
     onnx = f"also FILE with .onnx; needs the onnx extra: {install_hint('onnx')}"
     add("--onnx", action="store_true", help=onnx)
-    add("--dtype", choices=sorted(DTYPES), default="auto", help=default)
-    add("--policy", default="autocast", help="a base and rules, as in options=")
-    recipes = sorted(LEVEL_OPTIONS["fp8"])
-    add("--fp8", choices=recipes, default="auto", help=f"how policy fp8 scales; {default}")
+    add("--dtype", choices=sorted(DTYPES), default="auto", help=f"the low dtype; {default}")
+    policy = """a name, or JSON: '{"base": "autocast", "rules": [{"module": "head", "precision": "fp32"}]}'"""
+    add("--policy", default="autocast", help=f"{policy}; {default}")
+    add(
+        "--plan", metavar="FILE", help="follow the plan that calibrate --plan or explain -o report.json wrote"
+    )
+    for base, what in (("fp8", "scales"), ("int8", "multiplies")):
+        levels = sorted(LEVEL_OPTIONS[base])
+        add(f"--{base}", choices=levels, default="auto", help=f"how policy {base} {what}; {default}")
+    numerics = f"eager: round exactly where eager autocast rounds; {default}"
+    add("--numerics", choices=NUMERICS, default=NUMERICS[0], help=numerics)
     rates = "'off' (default), 'auto' for the rates of this machine, or a file of the profile command"
     add("--profile", default="off", help=rates)
     add("--dynamic-batch", action="store_true", help="dimension 0 of every tensor input may change")
     add("--low-io", action="store_true", help="fp32 inputs and outputs in the low dtype, too")
     for name, values in CHOICES.items():
-        add(f"--{name.replace('_', '-')}", choices=values, default=values[0], help=default)
+        add(
+            f"--{name.replace('_', '-')}",
+            choices=values,
+            default=values[0],
+            help=f"{_CHOICES[name]}; {default}",
+        )
 
 
 def calibrate(args: argparse.Namespace) -> None:
@@ -132,7 +140,7 @@ def calibrate(args: argparse.Namespace) -> None:
 def _budget(text: str) -> str | float:
     if text == "autocast":
         return text
-    return _number(text, 0.0, "autocast, or a number from 0 on")
+    return number(text, 0.0, "autocast, or a number from 0 on")
 
 
 def export(args: argparse.Namespace) -> None:
@@ -145,6 +153,7 @@ def export(args: argparse.Namespace) -> None:
       %(prog)s mypackage.models:make_gpt -o gpt.pt2 --dynamic-batch
       %(prog)s mypackage.models:make_gpt -o gpt.pt2 --dtype float16 --onnx
       %(prog)s mypackage.models:make_gpt -o gpt.pt2 --aoti
+      %(prog)s serve:build -o int8.pt2 --plan plan.json --onnx --dtype float16
     """
     output = Path(args.output)
     onnx_file = output.with_suffix(".onnx")
@@ -154,7 +163,7 @@ def export(args: argparse.Namespace) -> None:
         raise AmpFxError(f"the output must end in .pt2, as torch.export.load wants; got {args.output!r}.")
     writable(args.output)
     loaded = load_model(args.model)
-    passed_on = ("dtype", "policy", "fp8", "profile", *CHOICES)
+    passed_on = ("dtype", "policy", "plan", "fp8", "int8", "numerics", "profile", *CHOICES)
     ep = amp_fx.export(
         loaded.model.eval(),
         loaded.args,
@@ -191,81 +200,9 @@ def _stored_bytes(values: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in values}.values())
 
 
-def profile(args: argparse.Namespace) -> None:
-    """Measure this machine's matmul rates, memory bandwidth and kernel launch cost.
-
-    The backend weighs casts against faster arithmetic with these numbers. By default it takes them from a
-    built-in table, so that all runs and ranks decide alike; give it the written file where the table is wrong
-    about your machine. Leave the machine idle meanwhile.
-
-    Examples:
-      %(prog)s
-      %(prog)s --device cuda --seconds 10 -o h200.json
-      %(prog)s --json | jq .peak
-    """
-    writable(args.output)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    measured = measure(device, args.seconds, say)
-    output = args.output
-    if args.json:
-        print(measured.to_json())
-    else:
-        output = output or f"amp_fx_{device}.json"
-        table = builtin(device)
-        print(f"{measured.device_type}: {table.name}\n")
-        rows = [
-            ("", "measured", "built-in"),
-            *((f"matmul {dtype}", _rate(measured, dtype), _rate(table, dtype)) for dtype in measured.peak),
-            ("memory", f"{measured.bandwidth / 1e9:.1f} GB/s", f"{table.bandwidth / 1e9:.1f} GB/s"),
-            ("kernel launch", f"{measured.launch * 1e6:.1f} us", f"{table.launch * 1e6:.1f} us"),
-        ]
-        print("\n".join(f"{name:<22}{here:>36}{there:>36}" for name, here, there in rows))
-    if output:
-        measured.save(output)
-        tell = say if args.json else print
-        tell(f'wrote {output}; use it with options={{"profile": "{output}"}}')
-
-
-def _seconds(text: str) -> float:
-    return _number(text, math.ulp(0.0), "a positive number")
-
-
-def _number(text: str, least: float, valid: str) -> float:
+def number(text: str, least: float, valid: str) -> float:
+    """A finite number from ``least`` on, for argparse, whose message says what is ``valid``."""
     with contextlib.suppress(ValueError):
         if least <= (value := float(text)) < math.inf:
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not {valid}")
-
-
-def _rate(profile: DeviceProfile, dtype: str) -> str:
-    if dtype not in profile.peak:
-        return "none"
-    ratio = profile.peak[dtype] / profile.peak["float32"]
-    return f"{profile.peak[dtype] / 1e9:.1f} GFLOP/s ({ratio:5.2f} x float32)"
-
-
-def targets(args: argparse.Namespace) -> None:
-    """List the GPUs that need not be in this machine.
-
-    Published numbers, of which the cost model takes 0.8. How attention runs, padding and tuning are assumed; see
-    docs/targets.md.
-
-    Examples:
-      %(prog)s
-      %(prog)s --json | jq '.[].name'
-    """
-    found = TARGETS.values()
-    if args.json:
-        facts = [
-            {"name": t.name, "architecture": t.architecture, "profile": t.profile.to_dict()} for t in found
-        ]
-        print(json.dumps(facts))
-        return
-    line = "{:<18}{:<14}{:<5}{:<8}{:<11}{:<13}{}".format
-    head = line("target", "architecture", "SMs", "memory", "bandwidth", "float32", "bfloat16")
-    print(paint(head, sys.stdout))
-    for target in found:
-        gpu = target.gpu
-        rates = (f"{rate:.0f} TFLOP/s" for rate in (gpu.float32, gpu.bfloat16))
-        memory = f"{gpu.memory} GB", f"{gpu.bandwidth:.0f} GB/s"
-        print(line(target.name, target.architecture, gpu.sms, *memory, *rates))

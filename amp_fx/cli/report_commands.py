@@ -38,8 +38,11 @@ _WORDS = {
 _FILES: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE"}
 _OPTION: dict[str, Any] = {"type": literal, "default": {}, "metavar": "OPTIONS"}
 _SHARED: dict[str, dict[str, Any]] = {
-    "model": {"metavar": "MODEL", "help": "see below"},
-    "--loss": {"metavar": "package.module:callable", "help": "outputs -> loss"},
+    "model": {"metavar": "MODEL", "help": "package.module:callable that makes the model"},
+    "--loss": {
+        "metavar": "package.module:callable",
+        "help": "takes what the model returns, and returns the loss",
+    },
     "--options": {**_OPTION, "help": "options of the backend"},
     "--target": {"metavar": "NAME", "help": "a GPU that need not be here; see the command targets"},
     "--json": {"action": "store_true", "help": "print JSON instead of text"},
@@ -79,13 +82,13 @@ def add_to(commands: Any) -> None:
     add("-o", "--output", metavar="FILE", help="also write .json, .png, .svg or .pdf")
 
     add = add_command(commands, diff, "--json")
-    add("before", metavar="BEFORE", help="see below")
-    add("after", metavar="AFTER", help="see below")
+    add("before", metavar="BEFORE", help="a report (.json), a program (.pt2) or package.module:callable")
+    add("after", metavar="AFTER", help="likewise")
     add("--before-options", **_OPTION, help="options of the backend for BEFORE")
     add("--after-options", **_OPTION, help="options of the backend for AFTER")
 
     add = add_command(commands, compare, "model", "--loss", "--options", "--json")
-    against = "see below (default: %(default)s)"
+    against = f"{', '.join(AGAINST)}, or OPTIONS of another run (default: %(default)s)"
     add("--against", type=_against, default="fp32", metavar="WHAT", help=against)
     add("--scale", type=float, metavar="S", help="loss scale of fp16")
     add("--calls", action="store_true", help="also compare the result of every call (in --json)")
@@ -154,7 +157,8 @@ def histogram(args: argparse.Namespace) -> None:
 def diff(args: argparse.Namespace) -> None:
     """Say what changed between two reports.
 
-    {model}, or a .pt2 file of torch.export.save, or a report that explain wrote as .json.
+    BEFORE and AFTER are each a MODEL. {model}, or a .pt2 file of torch.export.save, or a report
+    that explain wrote as .json.
     {options}
 
     Examples:

@@ -7,6 +7,7 @@ import html
 import io
 import math
 import os
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _SHOWN, _SHOWN_EACH = 12, 7
 #: above it a prediction says only that the error is large
 _LARGE = 5e-2
+#: characters of a line
+_WIDTH = 100
 #: colours that differ in lightness too, for those who do not see them; and a shape each
 _MARKS = {
     "autocast": ("#d55e00", "s"),
@@ -104,7 +107,9 @@ class CalibratedPlan:
     def __str__(self) -> str:
         low, below = self.lowered
         also = f", {below} matmuls below 16 bits" if any(plan.decides_levels for plan in self.plans) else ""
-        lines = [f"{low} calls in 16 bits{also}, predicted {self.point.what} error {self.point.error:.2e}"]
+        lines = [
+            f"{low} call{'s' * (low != 1)} in 16 bits{also}, predicted {self.point.what} error {self.point.error:.2e}"
+        ]
         if not (low or below):
             lines = ["all calls stay in fp32: nothing is gained"]
             if self.least is not None:
@@ -117,7 +122,7 @@ class CalibratedPlan:
         if self.measured is not None:
             lines.append(f"a compiled step has {self.measured:.2e}")
         if self.unverified:
-            lines.append(f"not checked by a compiled step: {self.unverified}")
+            lines += textwrap.wrap(f"not checked by a compiled step: {self.unverified}", _WIDTH)
         return "\n".join(lines)
 
 
@@ -192,7 +197,7 @@ def blame_lines(
         + (f", loss scale {sensitivity.scale:g}" if sensitivity.scale != 1 else ""),
         "",
         f"{sensitivity.what} error, predicted",
-        *(f"  {_point(point)}" for point in known.values()),
+        *_points(list(known.values())),
         "",
         "what torch.autocast's error is made of",
         *_shares(terms, calls, shown),
@@ -201,7 +206,8 @@ def blame_lines(
         policy = LEVELS[sensitivity.level].policy
         lines += ["", f"what policy {policy} adds ({sensitivity.level})"]
         lines += _shares(below, calls, shown) or [f"  nothing: it would run nothing in {policy}"]
-    return [*lines, "", *_notes(sensitivity, known)]
+    notes = (line for note in _notes(sensitivity, known) for line in textwrap.wrap(note, _WIDTH))
+    return [*lines, "", *notes]
 
 
 def _shares(terms: Sequence[SensitivityTerm], calls: Mapping[str, NodePlan], shown: int) -> list[str]:
@@ -210,24 +216,37 @@ def _shares(terms: Sequence[SensitivityTerm], calls: Mapping[str, NodePlan], sho
     def finite(terms: Sequence[SensitivityTerm]) -> float:
         return sum(term.sensitivity for term in terms if math.isfinite(term.sensitivity))
 
-    total, lines = finite(terms) or 1, []
+    if not terms:
+        return []
+    total, lines = finite(terms) or 1, [f"  {'share':>8}  {'rounded value':<32}  {'module':<20}  source"]
     for term in terms[:shown]:
         call = calls[term.call]
         # below 16 bits the slot says of which matmul, too
         of_call = f"{'gradient of ' * term.backward}{call.op} {term.slot or 'result'}"
         what = term.slot if ": " in term.slot else of_call
         share = "overflow" if math.isinf(term.sensitivity) else f"{term.sensitivity / total:.1%}"
-        line = f"  {share:>8}  {what:<36.36}  {call.module_path:<24.24}  {short_source(call.source)}"
-        lines.append(line.rstrip())
+        line = f"  {share:>8}  {what:<32.32}  {_end(call.module_path, 20):<20}  {short_source(call.source)}"
+        lines.append(line[:_WIDTH].rstrip())
     if len(terms) > shown:
         lines.append(f"  {finite(terms[shown:]) / total:>8.1%}  {len(terms) - shown} other roundings")
     return lines
 
 
-def _point(point: Point) -> str:
-    time = "" if point.time is None else f"  {point.time * 1e3:9.3f} ms"
-    error = "overflows" if math.isinf(point.error) else f"{point.error:.2e}"
-    return f"{point.name!s:<10}{error:>10}{time}  {point.bytes_moved / 1e6:9.1f} MB moved"
+def _points(points: Sequence[Point]) -> list[str]:
+    """A table of placements: relative error, time where there is a profile, and memory traffic."""
+    timed = all(point.time is not None for point in points)
+    head = f"{'time [ms]':>12}" * timed
+    lines = [f"  {'policy':<10}{'error':>10}{head}{'memory traffic [MB]':>22}"]
+    for point in points:
+        time = f"{point.time * 1e3:>12.3f}" if timed and point.time is not None else ""
+        error = "overflows" if math.isinf(point.error) else f"{point.error:.2e}"
+        lines.append(f"  {point.name!s:<10}{error:>10}{time}{point.bytes_moved / 1e6:>22.1f}")
+    return lines
+
+
+def _end(path: str, most: int) -> str:
+    """The end of a module's path, which tells more than its beginning."""
+    return path if len(path) <= most else f"...{path[3 - most :]}"
 
 
 def _notes(sensitivity: Sensitivity, known: Mapping[str, Point]) -> list[str]:

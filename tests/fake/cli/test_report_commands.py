@@ -28,6 +28,7 @@ from amp_fx.instruments.targets import TARGETS
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.sensitivity import Sensitivity
 
+SLOW = DeviceProfile("slow", "cpu", {"float32": 1e11, "bfloat16": 1e10, "float16": 1e10}, 1e10, 1e-6)
 MODULE = """
 import torch
 from torch import nn
@@ -175,6 +176,8 @@ def test_sensitivity_a_plan_and_a_figure_are_calibrated() -> None:
     written = "--plan plan.json --figure frontier.svg --budget 0.5 --minimise bytes"
     out, err = run(*command, *written.split())
     assert "Sequential in bfloat16: 3 calls, graphs: 1, batches: 2" in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert "memory traffic [MB]" in out
     assert "all calls stay in fp32: nothing is gained; the next plan gains, at plan(error=" in out
     assert "wrote plan.json" in err
     assert Sensitivity.load("found.json").dtype is torch.bfloat16
@@ -225,7 +228,7 @@ def test_a_model_that_is_not_there_or_a_wrong_option_is_told_in_one_line(argv: s
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        ("", "COMMAND"), ("explain", "MODEL"), ("diff a.json", "AFTER"), ("nonsense", "'nonsense'"),
+        ("explain", "MODEL"), ("diff a.json", "AFTER"), ("nonsense", "'nonsense'"),
         ("exlpain m:f", "'explain'"), ("explain m:f --options 3", "'3'"), ("explain m:f -x", "-x"),
         ("profile --seconds 0", "positive"), ("profile --seconds x", "'x'"), ("profile --device tpu", "'tpu'"),
     ],
@@ -234,6 +237,73 @@ def test_wrong_usage_exits_with_2(argv: str, named: str) -> None:
     _, error = run(*argv.split(), code=2)
     assert "usage: " in error
     assert named in error
+
+
+def test_alone_it_lists_its_commands() -> None:
+    text, _ = run()
+    assert [word for word in ("explain", "calibrate", "export", "env") if word not in text] == []
+
+
+def test_env_says_what_is_here_and_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = read("env")
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["cpu"]["threads"] == torch.get_num_threads()
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("amp_fx.instruments.environment.builtin", lambda device: SLOW)
+    text, _ = run("env")
+    assert max(map(len, text.splitlines())) <= 113
+    assert f"torch {torch.__version__}" in text
+    for follows in (
+        "graphs stay in fp32",
+        "policy='int8' means 'autocast'",
+        "install g++",
+        "apt install graphviz",
+    ):
+        assert follows in text
+
+
+def test_no_help_text_points_elsewhere() -> None:
+    for command in (
+        "explain",
+        "draw",
+        "histogram",
+        "diff",
+        "compare",
+        "calibrate",
+        "export",
+        "env",
+        "targets",
+        "profile",
+    ):
+        text, _ = run(command, "--help")
+        assert "see below" not in text
+        # an option whose whole help is its default
+        assert not re.search(r"[}A-Z]\s+default: \w+$", text, re.MULTILINE)
+
+
+def test_a_plan_of_int8_is_exported() -> None:
+    policy = '{"base": "int8", "rules": [{"op": "linear", "precision": "int8"}]}'
+    options = json.dumps({"policy": json.loads(policy), "profile": "off"})
+    with torch.no_grad():
+        run("explain", "user_models:build", "--options", options, "-o", "plan.json")
+    run("export", "user_models:build", "-o", "planned.pt2", "--plan", "plan.json")
+    run(
+        "export",
+        "user_models:build",
+        "-o",
+        "asked.pt2",
+        "--policy",
+        policy,
+        "--int8",
+        "int8_signed",
+        "--profile",
+        "off",
+    )
+    for name in ("planned.pt2", "asked.pt2"):
+        state = torch.export.load(name).state_dict
+        assert any(value.dtype is torch.int8 for value in state.values())
+    run("export", "user_models:build", "-o", "eager.pt2", "--numerics", "eager")
+    assert "numerics" in error_of("export", "user_models:build", "--numerics", "eager", "--policy", "int8")
 
 
 @pytest.mark.parametrize("command", ["explain", "draw", "histogram", "diff"])
