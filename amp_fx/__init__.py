@@ -25,7 +25,7 @@ from amp_fx.errors import (
 )
 from amp_fx.exporting import convert, export, export_onnx, extra_files, package
 from amp_fx.exporting.storing import StoredLow, store_low
-from amp_fx.instruments.calibration import CalibratedPlan, Calibration, Point, calibrate
+from amp_fx.instruments.calibration import CalibratedPlan, Calibration, Point, calibrate, quantize
 from amp_fx.instruments.comparison import CallError, Comparison, ModuleError, compare
 from amp_fx.instruments.reports import Recording, Report, explain, histogram, record
 from amp_fx.precision.plans import CastPlan, NodePlan, Plan
@@ -40,7 +40,8 @@ __all__ = [
     "ModuleError", "NodePlan", "OptionsError", "PassError", "Plan", "PlanError", "Point", "Policy",
     "Recording", "Report", "Rule", "ScalerError", "ScalingWarning", "SecondDerivativeError", "StoredLow", "TargetError",
     "VerifyError", "WeightsError", "calibrate", "compare", "compile", "convert", "explain", "export",
-    "export_onnx", "extra_files", "histogram", "options", "package", "record", "reset", "store_low", "weights",
+    "export_onnx", "extra_files", "histogram", "options", "package", "quantize", "record", "reset", "store_low",
+    "weights",
 ]  # fmt: skip
 
 try:

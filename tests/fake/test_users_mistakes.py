@@ -118,7 +118,7 @@ def test_a_plan_of_int8_is_refused_in_training_and_followed_without_gradients() 
     with torch.no_grad():
         plan = amp_fx.explain(model, x, options={"policy": policy, "profile": "off"}).plan
     assert all(row.levels_below for row in plan.matmuls)
-    compiled = torch.compile(model, backend="amp_fx", options={"plan": plan})
+    compiled = amp_fx.compile(model, plan=plan)
     with pytest.raises(amp_fx.PlanError, match="int8, which have no gradients"):
         compiled(x)
     with without_inductor(), torch.no_grad():
@@ -155,7 +155,8 @@ def test_dynamic_shapes_that_an_input_cannot_have_are_told_by_its_name(
 
 
 def test_a_compiled_model_is_exported_by_its_own_names() -> None:
-    program = amp_fx.export(torch.compile(nn.Linear(4, 4)), (torch.ones(2, 4),))
+    compiled: Any = torch.compile(nn.Linear(4, 4))
+    program = amp_fx.export(compiled, (torch.ones(2, 4),))
     assert [*program.state_dict] == ["weight", "bias"]
     # no size of 0 or 1 is refused where nothing is dynamic
     amp_fx.export(nn.Linear(4, 4), (torch.ones(1, 4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))

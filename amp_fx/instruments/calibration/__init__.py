@@ -2,7 +2,8 @@
 
 Here: graphs that are run with every value observed (``measuring.py``, ``operands.py`` for the matmuls inside calls) and
 what adds up (``meter.py``); graphs with their prices (``traced.py``) and their placements (``cuts.py``); points,
-plans, figure and text (``frontier.py``), and the compiled check (``verifying.py``).
+plans, figure and text (``frontier.py``), the compiled check (``verifying.py``), and all of it for int8 in one call
+(``quantizing.py``).
 Not here: sensitivity as plain data (``amp_fx.precision.plans.sensitivity``), and the cuts that weigh it
 (``passes/forward/place_by_sensitivity.py``, and ``amp_fx.precision.placement.priced``), nor the step that is run
 (``amp_fx.instruments.step``).
@@ -12,5 +13,6 @@ Open ``calibrating.py`` first.
 from amp_fx.instruments.calibration.calibrating import calibrate
 from amp_fx.instruments.calibration.calibration import Calibration
 from amp_fx.instruments.calibration.frontier import CalibratedPlan, Point
+from amp_fx.instruments.calibration.quantizing import quantize
 
-__all__ = ["CalibratedPlan", "Calibration", "Point", "calibrate"]
+__all__ = ["CalibratedPlan", "Calibration", "Point", "calibrate", "quantize"]
