@@ -25,6 +25,7 @@ from amp_fx.errors import (
 )
 from amp_fx.exporting import convert, export, export_onnx, extra_files, package
 from amp_fx.exporting.storing import StoredLow, store_low
+from amp_fx.instruments.benching import Bench, Timed, bench
 from amp_fx.instruments.calibration import CalibratedPlan, Calibration, Point, calibrate, quantize
 from amp_fx.instruments.comparison import CallError, Comparison, ModuleError, compare
 from amp_fx.instruments.reports import Recording, Report, explain, histogram, record
@@ -35,11 +36,12 @@ from amp_fx.runtime.scaling import GradScaler
 from amp_fx.runtime.state import reset
 
 __all__ = [
-    "AmpFxError", "CalibratedPlan", "Calibration", "CallError", "CaptureError", "CastPlan",
+    "AmpFxError", "Bench", "CalibratedPlan", "Calibration", "CallError", "CaptureError", "CastPlan",
     "Comparison", "ExportError", "FallbackWarning", "GradScaler", "InputError", "MissingLibraryError",
     "ModuleError", "NodePlan", "OptionsError", "PassError", "Plan", "PlanError", "Point", "Policy",
     "Recording", "Report", "Rule", "ScalerError", "ScalingWarning", "SecondDerivativeError", "StoredLow", "TargetError",
-    "VerifyError", "WeightsError", "calibrate", "compare", "compile", "convert", "explain", "export",
+    "Timed",
+    "VerifyError", "WeightsError", "bench", "calibrate", "compare", "compile", "convert", "explain", "export",
     "export_onnx", "extra_files", "histogram", "options", "package", "quantize", "record", "reset", "store_low",
     "weights",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Commands that look at one model: explain, draw, diff, histogram, compare."""
+"""Commands that look at one model: explain, draw, diff, histogram, bench, compare."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from amp_fx.cli.inputs import (
     load_program,
     paint,
     say,
+    users,
     writable,
 )
 from amp_fx.errors import AmpFxError
+from amp_fx.instruments.benching import WAYS
 from amp_fx.instruments.comparison.comparing import AGAINST
 from amp_fx.instruments.reports.report import SUFFIXES, Report, check_suffix
 
@@ -86,6 +88,13 @@ def add_to(commands: Any) -> None:
     add("after", metavar="AFTER", help="likewise")
     add("--before-options", **_OPTION, help="options of the backend for BEFORE")
     add("--after-options", **_OPTION, help="options of the backend for AFTER")
+
+    add = add_command(commands, bench, "model", "--options", "--json")
+    add("--ways", metavar="NAMES", help=f"some of {','.join(WAYS)} (default: what is here)")
+    calibrated = "callable that returns the batches int8 is calibrated on (default: the inputs of MODEL)"
+    add("--batches", metavar="package.module:callable", help=calibrated)
+    add("--seconds", type=float, default=10.0, metavar="S", help="time of all calls (default: %(default)s)")
+    add("-o", "--output", **_FILES, help="also write: .json, or the chart as .png, .svg or .pdf")
 
     add = add_command(commands, compare, "model", "--loss", "--options", "--json")
     against = f"{', '.join(AGAINST)}, or OPTIONS of another run (default: %(default)s)"
@@ -169,6 +178,40 @@ def diff(args: argparse.Namespace) -> None:
     before = _report(args.before, args.before_options)
     found = before.diff(_report(args.after, args.after_options))
     _print(str(found), found.to_dict(), args.json)
+
+
+def bench(args: argparse.Namespace) -> None:
+    """Time inference of a model: eager, autocast, amp_fx, a package, int8, OpenVINO where it is installed.
+
+    {model}; it is put into evaluation mode, and called in turn in each way.
+    {options}
+    Leave the machine idle meanwhile.
+
+    Examples:
+      %(prog)s serve:build
+      %(prog)s serve:build --ways autocast,amp_fx,int8 --batches serve:batches --seconds 30
+      %(prog)s serve:build -o bench.png -o bench.json
+    """
+    for path in args.output:
+        figure_writable(path, ".json")
+    loaded = load_model(args.model)
+    batches: Any = None
+    if args.batches:
+        with users(args.batches):
+            batches = import_callable(args.batches)()
+    found = amp_fx.bench(
+        loaded.model.eval(),
+        loaded.args,
+        loaded.kwargs,
+        ways=args.ways.split(",") if args.ways else None,
+        batches=batches,
+        seconds=args.seconds,
+        options=args.options,
+        say=say,
+    )
+    _print(str(found), found.to_dict(), args.json)
+    for path in args.output:
+        say(f"wrote {found.save(path)}")
 
 
 def compare(args: argparse.Namespace) -> None:

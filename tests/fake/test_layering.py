@@ -32,7 +32,7 @@ FLOORS = (
     ("amp_fx.exporting",),
     ("amp_fx.instruments.reports", "amp_fx.integrations"),
     ("amp_fx.instruments.calibration",),
-    ("amp_fx.instruments.comparison",),
+    ("amp_fx.instruments.benching", "amp_fx.instruments.comparison"),
     ("amp_fx",),
     ("amp_fx.cli",),
     ("amp_fx.__main__",),
