@@ -41,7 +41,7 @@ from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import tensors
 from support.ops.listed_ops import ASKED, LOW, arguments, on_device, overload
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "conformance.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "contributors" / "conformance.md"
 START, END = "<!-- agreement: start -->\n", "<!-- agreement: end -->\n"
 
 #: the least share of agreement

@@ -46,8 +46,8 @@ def test_links_lead_somewhere_and_python_blocks_parse(page: Path) -> None:
 
 def test_every_page_of_the_docs_is_in_the_menu_every_entry_is_a_page_and_the_readme_is_short() -> None:
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    named = re.findall(r"[\w-]+\.md", menu)
-    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    named, docs = re.findall(r"[\w/-]+\.md", menu), ROOT / "docs"
+    assert sorted(named) == sorted(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "docs/index.md" in readme
     lines = readme.splitlines()

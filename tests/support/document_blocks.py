@@ -41,7 +41,7 @@ NOT_RUN = {
 def pages() -> list[Path]:
     """All that is written for users."""
     top = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")]
-    return [*top, *sorted((ROOT / "docs").glob("*.md"))]
+    return [*top, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""What fails in one version of torch without amp_fx, too: see "Versions" in docs/conformance.md."""
+"""What fails in one version of torch without amp_fx, too: see "Versions" in docs/contributors/conformance.md."""
 
 from __future__ import annotations
 
