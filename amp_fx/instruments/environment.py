@@ -27,11 +27,10 @@ _INSTRUCTIONS = {
     "VNNI": ("avx512_vnni", "avx_vnni"),
     "fp16": ("avx512_fp16", "amx_fp16", "fp16"),
 }
-#: libraries that change what works -> the extra that installs them, or an empty string
-_LIBRARIES = {
-    "triton": "targets", "onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "matplotlib": "plot",
-    "transformers": "transformers", "accelerate": "accelerate", "lightning": "lightning", "openvino": "",
-}  # fmt: skip
+#: libraries that change what works
+_LIBRARIES = (
+    "triton", "onnx", "onnxscript", "onnxruntime", "matplotlib", "transformers", "accelerate", "lightning", "openvino",
+)  # fmt: skip
 _VARIABLES = ("TORCH", "INDUCTOR", "TRITON", "OMP_", "MKL_", "KMP_", "ONEDNN", "DNNL", "CUDA_", "CXX")
 
 

@@ -212,8 +212,8 @@ class Calibration:
     def _least(self, wide: Choice[Placed], aim: str) -> float | None:
         """The least predicted error on the frontier of what costs less than this placement; None if nothing does."""
         corners = self._usual.corners(8 * _CORNERS, aim)
-        errors = [corner.sensitivity for corner in corners if corner.time < wide.time]
-        return math.sqrt(min(errors)) if errors else None
+        least = min((corner.sensitivity for corner in corners if corner.time < wide.time), default=math.inf)
+        return math.sqrt(least) if math.isfinite(least) else None
 
     def _within_time(self, time: float) -> Choice[Placed]:
         if not self.cuts.is_timed:

@@ -1,4 +1,4 @@
-"""Adds up what rounding does, at values that are differentiated twice; ``docs/contributors/predictions.md`` has the formula.
+"""Adds up what rounding does, at values differentiated twice; ``docs/contributors/predictions.md`` has the formula.
 
 Errors of different elements and different values have no sign in common. Where few numbers decide, as in the head of a
 classifier, most of the error has the direction of the gradients G. Of that, u = G / |G| tells all without chance;
