@@ -27,7 +27,8 @@ from amp_fx.cli.report_commands import add_command
 from amp_fx.compiler.settings import DTYPES, LEVEL_OPTIONS, NUMERICS
 from amp_fx.errors import AmpFxError, install_hint
 from amp_fx.exporting.converting import CHOICES
-from amp_fx.exporting.onnx_file import need_onnx, why_not_run, write_onnx
+from amp_fx.exporting.onnx_check import check_onnx
+from amp_fx.exporting.onnx_file import need_onnx, write_onnx
 from amp_fx.graphs.values import tensors
 from amp_fx.precision.placement.tradeoff import MINIMISED, TIME
 from amp_fx.precision.plans.sensitivity import GRADIENTS, OF
@@ -179,8 +180,7 @@ def export(args: argparse.Namespace) -> None:
     if args.onnx:
         write_onnx(ep, onnx_file)
         print(f"wrote {onnx_file}")
-        if why := why_not_run(ep):
-            print(f"note: onnxruntime cannot check it here: {why}.")
+        check_onnx(ep, onnx_file, loaded.model, loaded.args, loaded.kwargs)
     if args.aoti:
         package = output.with_suffix(".aoti.pt2")
         amp_fx.package(ep, package)

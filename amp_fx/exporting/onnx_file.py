@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from amp_fx._torch import multiplies_int8, quantised_ops
 from amp_fx.errors import ExportError, MissingLibraryError, install_hint
 from amp_fx.exporting.converting import export
-from amp_fx.graphs.values import tensors
+from amp_fx.exporting.onnx_check import REMEDY, check_onnx, has_bfloat16
 from amp_fx.instruments.batches import inputs_of
 
-logger = logging.getLogger(__name__)
-
-#: relative distance of an output from the model's own that no rounding of 16 bits explains
-_FAR = 0.1
 #: the first opset in which a convolution takes bf16
 _OPSET_OF_BFLOAT16 = 22
-_REMEDY = 'Keep the call in fp32: policy={"rules": [{"module": ..., "precision": "fp32"}]}.'
 
 
 def export_onnx(
@@ -39,8 +32,9 @@ def export_onnx(
     """Writes a model in mixed precision as an ONNX file, with all casts in it; returns the program, once it is checked.
 
     ``onnx.checker`` goes through it in full, types of all values included. Where onnxruntime is installed, the file is
-    run on the CPU beside the model; not with bf16, for which that has no kernels. Weights beyond 2 GB are in a file
-    beside it, with ``.data`` behind its name. All other arguments are those of :func:`amp_fx.export`.
+    run on the CPU beside the model: as it is, but for bf16, and with each result rounded where the file rounds it.
+    Weights beyond 2 GB are in a file beside it, with ``.data`` behind its name. All other arguments are those of
+    :func:`amp_fx.export`.
 
     Raises:
         MissingLibraryError: onnx or onnxscript is not installed.
@@ -52,8 +46,7 @@ def export_onnx(
     given, named = inputs_of(model, args, kwargs)
     ep = export(model, given, named, dynamic_shapes=dynamic_shapes, keep_io_dtypes=keep_io_dtypes, **options)
     write_onnx(ep, path)
-    if keep_io_dtypes:
-        _compare(ep, path, model, given, named)
+    check_onnx(ep, path, model, given, named)
     return ep
 
 
@@ -75,7 +68,7 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
     """Writes a program and checks the file; ExportError where torch does not write it, or onnx refuses it."""
     import onnx
 
-    opset = _OPSET_OF_BFLOAT16 if _has_bfloat16(ep) else None
+    opset = _OPSET_OF_BFLOAT16 if has_bfloat16(ep) else None
     own = {torch.ops.aten._int_mm.default: _int_mm, torch.ops.aten.linear.default: _linear}
     try:
         program = torch.onnx.export(
@@ -90,7 +83,7 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
         onnx.checker.check_model(os.fspath(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ExportError(
-            f"{os.fspath(path)} was written, and no runtime will load it: {error}. {_REMEDY}"
+            f"{os.fspath(path)} was written, and no runtime will load it: {error}. {REMEDY}"
         ) from error
 
 
@@ -119,64 +112,3 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     ops: Any = opset18
     # what has two dimensions is joined where the bias has one or two
     return ops.Add(aten_linear(x, weight, None), bias if len(x.shape) < 3 else ops.Unsqueeze(bias, [0, 1]))
-
-
-def _has_bfloat16(ep: torch.export.ExportedProgram) -> bool:
-    values = (node.meta.get("val") for node in ep.graph.nodes)
-    return any(isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 for value in values)
-
-
-def why_not_run(ep: torch.export.ExportedProgram) -> str:
-    """Why onnxruntime cannot say here that a file is right; empty where it can."""
-    if importlib.util.find_spec("onnxruntime") is None:
-        return "onnxruntime is not installed"
-    if _has_bfloat16(ep):
-        return (
-            "onnxruntime has kernels in float16 for a CPU, none in bfloat16. Give dtype='float16' (with a plan: "
-            "calibrate(..., dtype='float16')), or run the file where bfloat16 is multiplied, as in OpenVINO"
-        )
-    rounded = quantised_ops().quantize_per_tensor.default
-    weights = [value for value in tensors((ep.state_dict, ep.constants)) if value.dtype is torch.int8]
-    is_full = any(node.target is rounded for node in ep.graph.nodes) and any(
-        w.ne(w.clamp(-64, 64)).any() for w in weights
-    )
-    if is_full and not multiplies_int8():
-        return (
-            "without VNNI, as here, onnxruntime clamps sums of products in int8. It is right elsewhere; for CPUs like "
-            "this one export with int8_range='reduced'"
-        )
-    return ""
-
-
-def _compare(
-    ep: torch.export.ExportedProgram,
-    path: str | os.PathLike[str],
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Runs the file in onnxruntime, if that is installed, beside the model; ExportError where outputs differ."""
-    if why := why_not_run(ep):
-        logger.warning("%s was not run: %s", path, why)
-        return
-    import onnxruntime
-
-    try:
-        session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
-        pairs = zip(session.get_inputs(), tensors((args, kwargs)), strict=True)
-        found = session.run(None, {given.name: value.detach().cpu().numpy() for given, value in pairs})
-    except Exception as error:  # onnxruntime has a class of its own for each kind
-        raise ExportError(f"onnxruntime refuses {os.fspath(path)}: {error}. {_REMEDY}") from error
-    with torch.no_grad():
-        wanted = tensors(model(*args, **kwargs))
-    for output, value, exact in zip(session.get_outputs(), found, wanted, strict=True):
-        if exact.is_floating_point():
-            true, what = exact.detach().cpu().double(), f"output {output.name!r} of the file"
-            far = (torch.as_tensor(value).double() - true)[true.isfinite()]
-            norm = true[true.isfinite()].norm() or torch.tensor(1.0)
-            if not far.isfinite().all():
-                raise ExportError(f"{what} is not finite where the model's is. {_REMEDY}")
-            if far.norm() > _FAR * norm:
-                raise ExportError(
-                    f"{what} is {far.norm() / norm:.2g} from the model's, relative to its size. {_REMEDY}"
-                )

@@ -280,7 +280,7 @@ _LAST_FRAME = re.compile(r'(?s:.*)^\s*File "([^"]*)", line (\d+).*\n?\s*(.*)', r
 def source_line(node: fx.Node) -> str:
     """The user's innermost source line, as ``file:line: code``, or an empty string."""
     trace = node.meta.get("stack_trace")
-    return _innermost_line(trace) if isinstance(trace, str) else ""
+    return innermost_line(trace) if isinstance(trace, str) else ""
 
 
 def where(node: fx.Node) -> str:
@@ -315,6 +315,7 @@ def class_name(kind: type | str) -> str:
 
 
 @cache_results(4096)  # repeated layers have the same lines
-def _innermost_line(trace: str) -> str:
+def innermost_line(trace: str) -> str:
+    """The last line of a stack trace, as ``file:line: code``, or an empty string."""
     frame = _LAST_FRAME.match(trace)
     return "{}:{}: {}".format(*frame.groups()) if frame else ""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 import amp_fx
+from amp_fx.exporting.as_written import as_written
 from examples import hugging_face
 from support.checks.below_16_bits import error_of, exact
 from support.models.small import Beyond, Parts
@@ -29,7 +30,7 @@ def _onnx(ep: ExportedProgram, path: Path, **options: Any) -> Path:
     return path
 
 
-def _ran(path: Path, x: Tensor) -> Tensor:
+def _ran(path: Path | bytes, x: Tensor) -> Tensor:
     """What onnxruntime computes."""
     import onnxruntime
 
@@ -82,9 +83,11 @@ def test_a_file_is_written_checked_and_runs_in_openvino_and_onnxruntime(
         ep = amp_fx.export_onnx(model, (x,), path, **options)
     # onnxruntime has no kernels for bf16
     is_run = options.get("dtype") == "float16"
-    assert ("not run" in caplog.text) is not is_run
+    assert ("not as it is" in caplog.text) is not is_run
     if is_run:
         _check(_ran(path, x), ep, model, x)
+    assert "was not run" not in caplog.text
+    _check(_ran(as_written(path).model, x), ep, model, x)
     # by itself OpenVINO rounds what the file has in fp32
     run = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     _check(torch.from_numpy(run([x.numpy()])[0]), ep, model, x)
@@ -103,9 +106,57 @@ def test_weights_that_are_held_in_int8_have_no_reduced_range() -> None:
         amp_fx.export(model, (x,), policy="int8", int8_range="reduced")
 
 
-def test_a_model_that_overflows_in_fp16_has_a_file_whose_results_are_right(tmp_path: Path) -> None:
-    # or an error would say so
-    amp_fx.export_onnx(Beyond().eval(), (torch.randn(4, 64),), tmp_path / "model.onnx", dtype="float16")
+def test_a_model_that_overflows_in_fp16_is_named_by_its_line(tmp_path: Path) -> None:
+    model, args, path = Beyond().eval(), (torch.randn(4, 64),), tmp_path / "model.onnx"
+    with pytest.raises(amp_fx.ExportError, match=r"small.py:\d+: .*square.*beyond float16"):
+        amp_fx.export_onnx(model, args, path, dtype="float16")
+    # onnxruntime by itself computes squares in fp32
+    assert _ran(path, *args).isfinite().all()
+    # the rule has the mean of squares in fp32, too
+    rule = {"op": "square", "precision": "fp32"}
+    amp_fx.export_onnx(model, args, path, dtype="float16", policy={"rules": [rule]})
+
+
+class _Scaled(nn.Module):
+    """A product beyond fp16 that is scaled down by the next call."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        nn.init.constant_((linear := nn.Linear(64, 64, bias=False)).weight, size / 64)
+        self.body = nn.Sequential(linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) / 1024
+
+
+def test_an_overflow_that_onnxruntime_does_not_compute_is_named_with_its_module(tmp_path: Path) -> None:
+    path, x, model = tmp_path / "model.onnx", torch.ones(2, 64), _Scaled(71680.0).eval()
+    with pytest.raises(amp_fx.ExportError, match=r"71,680.*float16.*\"module\": \"body.0\"") as error:
+        amp_fx.export_onnx(model, (x,), path, dtype="float16")
+    assert "Gemm" in str(error.value)
+    # the file itself does not overflow there, and its copy does
+    assert _ran(path, x).isfinite().all()
+    assert _ran(as_written(path).model, x).isinf().all()
+    amp_fx.export_onnx(model, (x,), path, dtype="bfloat16")
+    amp_fx.export_onnx(_Scaled(65504.0).eval(), (x,), path, dtype="float16", keep_io_dtypes=False)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_copy_of_a_file_rounds_as_the_program_does(tmp_path: Path, dtype: str) -> None:
+    def call(m: Any, x: Tensor) -> Tensor:
+        x = torch.cond(x.sum() > 0, lambda x: x + m.first(x).relu(), lambda x: x - 1, (x,))
+        return m.last(m.first(x) * 3 + x)
+
+    model = Parts(call, first=nn.Linear(64, 64), last=nn.Linear(64, 64)).eval()
+    x, path = torch.rand(8, 64), tmp_path / "model.onnx"
+    ep = amp_fx.export_onnx(model, (x,), path, dtype=dtype)
+    with torch.no_grad():
+        program, wide = ep.module()(x), exact(model, x)
+    copied = _ran(as_written(path).model, x)
+    assert error_of(copied, wide) <= 1.1 * error_of(program, wide)
+    assert error_of(copied, program.double()) < 0.3 * error_of(program, wide), (
+        "it rounds where the program does"
+    )
 
 
 def test_a_file_that_computes_otherwise_is_anerror_of(
