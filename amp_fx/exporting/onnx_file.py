@@ -69,7 +69,11 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
     import onnx
 
     opset = _OPSET_OF_BFLOAT16 if has_bfloat16(ep) else None
-    own = {torch.ops.aten._int_mm.default: _int_mm, torch.ops.aten.linear.default: _linear}
+    own = {
+        torch.ops.aten._int_mm.default: _int_mm,
+        torch.ops.aten.linear.default: _linear,
+        torch.ops.aten.scaled_dot_product_attention.default: _attention,
+    }
     try:
         program = torch.onnx.export(
             ep, dynamo=True, verbose=False, opset_version=opset, custom_translation_table=own
@@ -112,3 +116,55 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     ops: Any = opset18
     # what has two dimensions is joined where the bias has one or two
     return ops.Add(aten_linear(x, weight, None), bias if len(x.shape) < 3 else ops.Unsqueeze(bias, [0, 1]))
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention of which rows that are masked whole are zeros, as in torch.
+
+    As torch.onnx writes it they are the mean of all values (boolean masks), or NaN (-inf in masks that are added). Here
+    no score is infinite, so that no engine makes a NaN on the way, and what such rows give is replaced at the end.
+    """
+    import onnx_ir
+    from onnxscript import opset18
+    from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
+
+    ops: Any = opset18
+
+    def number(what: float, dtype: Any) -> Any:
+        return ops.Constant(value=onnx_ir.tensor(what, dtype=dtype))
+
+    more = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    if attn_mask is None:
+        return aten_scaled_dot_product_attention(query, key, value, None, is_causal=is_causal, **more)
+    # half of the lowest value, so that a score may be added to it
+    low, least = query.dtype, float(query.dtype.min) / 2
+
+    def has(flags: Any) -> Any:
+        # of flags, as the largest of a row of -inf is finite in OpenVINO
+        return ops.ReduceMax(ops.Cast(flags, to=low), ops.Constant(value_ints=[-1]), keepdims=1)
+
+    if attn_mask.dtype == onnx_ir.DataType.BOOL:
+        is_read, added = attn_mask, ops.Where(attn_mask, number(0.0, low), number(least, low))
+    else:
+        # finfo(float32).min is infinite in 16 bits
+        cast = attn_mask.producer()
+        if cast is not None and cast.op_type == "Cast" and cast.inputs[0].dtype == onnx_ir.DataType.FLOAT:
+            attn_mask = cast.inputs[0]
+        bound = number(least, attn_mask.dtype)
+        is_read = ops.Greater(attn_mask, number(float("-inf"), attn_mask.dtype))
+        added = ops.Cast(ops.Max(attn_mask, bound), to=low)
+        # scores vanish beside finfo(float32).min in fp32, so that a row of it reads all alike
+        read = ops.Mul(query, has(ops.Greater(attn_mask, bound)))
+        read.shape, read.dtype = query.shape, low
+        query = read
+    found = aten_scaled_dot_product_attention(query, key, value, added, **more)
+    return ops.Mul(found, has(is_read))

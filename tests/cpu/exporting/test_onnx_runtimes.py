@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -30,12 +32,14 @@ def _onnx(ep: ExportedProgram, path: Path, **options: Any) -> Path:
     return path
 
 
-def _ran(path: Path | bytes, x: Tensor) -> Tensor:
+def _ran(path: Path | bytes, *inputs: Tensor) -> Tensor:
     """What onnxruntime computes."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    names = [each.name for each in session.get_inputs()]
+    given = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
+    return torch.from_numpy(session.run(None, given)[0])
 
 
 def test_onnxruntime_runs_a_program_in_fp16(tmp_path: Path) -> None:
@@ -157,6 +161,45 @@ def test_a_copy_of_a_file_rounds_as_the_program_does(tmp_path: Path, dtype: str)
     assert error_of(copied, program.double()) < 0.3 * error_of(program, wide), (
         "it rounds where the program does"
     )
+
+
+def _attending(m: Any, x: Tensor, flags: Tensor) -> Tensor:
+    """Attention by a boolean mask, by -inf, and by the lowest number, whose rows are no zeros."""
+    query, key, value = m.first(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind(0)
+    masks = [flags, *(torch.zeros(flags.shape).masked_fill(~flags, low) for low in (-math.inf, _LOWEST))]
+    return torch.stack([F.scaled_dot_product_attention(query, key, value, mask) for mask in masks])
+
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float16"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16", "policy": {"rules": [{"module": ".*", "precision": "fp32"}]}},
+    ],
+    ids=["float16", "bfloat16", "float32"],
+)
+def test_rows_of_attention_that_are_masked_whole_are_zeros_as_in_torch(tmp_path: Path, options: Any) -> None:
+    import openvino
+
+    model, path = Parts(_attending, first=nn.Linear(32, 96)).eval(), tmp_path / "model.onnx"
+    flags = torch.rand(2, 1, 6, 6) > 0.4
+    flags[0, :, 1:3], flags[..., 4:, 0] = False, True
+    x = torch.randn(2, 6, 32)
+    # its check runs what onnxruntime has kernels for, and the copy in all dtypes
+    amp_fx.export_onnx(model, (x, flags), path, **options)
+    with torch.no_grad():
+        wanted = model(x, flags)
+    most = 0.01 if options["dtype"] == "bfloat16" else 2e-3
+    run = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    copied = _ran(as_written(path).model, x, flags)
+    for found in (torch.from_numpy(run([x.numpy(), flags.numpy()])[0]), copied):
+        assert error_of(found, wanted) < most
+        assert not found[:2, 0, :, 1:3].any()
+        assert found[2, 0, :, 1:3].all()
 
 
 def test_a_file_that_computes_otherwise_is_anerror_of(
