@@ -1,4 +1,4 @@
-"""Writes the numbers of docs/benchmarks.md from the files in benchmarks/results, so that none is typed.
+"""Writes the numbers of docs/benchmarks.md, and a table of docs/engines.md, from benchmarks/results: none is typed.
 
     python -m benchmarks.page
 
@@ -15,14 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import held_out
+from benchmarks import engine_precisions, held_out
 from benchmarks.cases import CASES
+from benchmarks.engine_precisions import PrecisionRow
 from benchmarks.long_runs import draw, read_runs, table
 from benchmarks.results import TimingRow, read, read_timings, relative
 from benchmarks.trained import chart
 
 _ROOT = Path(__file__).resolve().parent.parent
 PAGE = _ROOT / "docs" / "benchmarks.md"
+ENGINES_PAGE = _ROOT / "docs" / "engines.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 
 #: arm in the results -> column on the page
@@ -96,6 +98,17 @@ def sections(folder: Path) -> dict[str, str]:
         "learning": [table(read_runs(path)) for path in paths["learning"]],
     }
     return {name: "\n\n".join(several) for name, several in found.items()}
+
+
+def engine_sections(folder: Path) -> dict[str, str]:
+    """The same of the page about engines."""
+    results = [read(path) for path in sorted(folder.glob("precisions_*.jsonl"))]
+    tables = [engine_precisions.table(head, [PrecisionRow(**row) for row in rows]) for head, rows in results]
+    return {"precisions": "\n\n".join(tables)}
+
+
+#: page -> what stands in it
+PAGES = {PAGE: sections, ENGINES_PAGE: engine_sections}
 
 
 def _counts(head: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
@@ -261,7 +274,7 @@ def written(text: str, found: Mapping[str, str]) -> str:
         before, opened, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not opened or not closed:
-            raise ValueError(f"{PAGE.name} has no {begin} ... {end} to write to")
+            raise ValueError(f"a page has no {begin} ... {end} to write to")
         text = f"{before}{begin}\n{section}\n{end}{after}"
     return text
 
@@ -273,7 +286,8 @@ def main() -> int:
         chart.draw(read_timings(path)[1], PAGE.parent / "images" / "trained.png")
     for path in RESULTS.glob("held_out_*.jsonl"):
         held_out.draw(held_out.read_rows(path), PAGE.parent / "images" / "held-out.png")
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), sections(RESULTS)), encoding="utf-8")
+    for page, found in PAGES.items():
+        page.write_text(written(page.read_text(encoding="utf-8"), found(RESULTS)), encoding="utf-8")
     return 0
 
 

@@ -77,9 +77,10 @@ def test_results_survive_the_way_through_a_file(tmp_path: Path) -> None:
     assert {"hardware", "processor", "torch", "python", "commit", "date", "threads", "load"} <= header.keys()
 
 
-def test_the_page_says_what_the_results_say() -> None:
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert page.written(text, page.sections(page.RESULTS)) == text
+@pytest.mark.parametrize("path", page.PAGES, ids=lambda path: path.name)
+def test_a_page_says_what_the_results_say(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert page.written(text, page.PAGES[path](page.RESULTS)) == text
 
 
 def test_a_page_without_a_place_for_a_section_is_refused() -> None:
