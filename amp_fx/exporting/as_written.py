@@ -154,7 +154,7 @@ class _Widening:
         kind = self._ir.DataType.INT32
         result = self._before(node, "Cast", [product], "INT32", to=kind)
         node.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
-        node.graph.remove(node)
+        node.graph.remove(node, safe=True)
 
     def _watch(self, node: Any, value: Any, dtype: str, last: Any) -> None:
         """Adds outputs about a value in fp32 that is rounded."""

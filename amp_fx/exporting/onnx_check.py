@@ -70,9 +70,9 @@ def _why_not_by_itself(ep: torch.export.ExportedProgram) -> str:
     """Why onnxruntime cannot run a file here as any CPU would; empty where it can."""
     if has_bfloat16(ep):
         return "onnxruntime has no kernels in bfloat16 for a CPU"
-    rounded = quantised_ops().quantize_per_tensor.default
+    unsigned = quantised_ops().quantize_per_tensor.default, torch.ops.aten._int_mm.default
     weights = [value for value in tensors((ep.state_dict, ep.constants)) if value.dtype is torch.int8]
-    is_full = any(node.target is rounded for node in ep.graph.nodes) and any(
+    is_full = any(node.target in unsigned for node in ep.graph.nodes) and any(
         w.ne(w.clamp(-64, 64)).any() for w in weights
     )
     if is_full and not multiplies_int8():

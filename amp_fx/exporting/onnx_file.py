@@ -13,6 +13,7 @@ import torch
 from amp_fx.errors import ExportError, MissingLibraryError, install_hint
 from amp_fx.exporting.converting import export
 from amp_fx.exporting.onnx_check import REMEDY, check_onnx, has_bfloat16
+from amp_fx.exporting.onnx_forms import as_strided, write_fast_forms
 from amp_fx.instruments.batches import inputs_of
 
 #: the first opset in which a convolution takes bf16
@@ -71,6 +72,7 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
     opset = _OPSET_OF_BFLOAT16 if has_bfloat16(ep) else None
     own = {
         torch.ops.aten._int_mm.default: _int_mm,
+        torch.ops.aten.as_strided.default: as_strided,
         torch.ops.aten.linear.default: _linear,
         torch.ops.aten.scaled_dot_product_attention.default: _attention,
     }
@@ -82,6 +84,7 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
         raise ExportError(f"torch.onnx.export fails: {str(error).strip()}") from error
     if program is None:
         raise ExportError("torch.onnx.export returned no program.")
+    write_fast_forms(program.model)
     program.save(os.fspath(path))
     try:
         onnx.checker.check_model(os.fspath(path), full_check=True)

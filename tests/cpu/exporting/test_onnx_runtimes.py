@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import onnx_ir
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,6 +102,39 @@ def test_onnxruntime_adds_biases_to_products_in_int8(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(32, 64) / 64
     ep = amp_fx.export_onnx(model, (x,), path := tmp_path / "model.onnx", dtype="float16", policy="int8")
     _check(_ran(path, x), ep, model, x)
+
+
+@pytest.mark.int8
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
+def test_products_in_int8_are_unsigned_by_signed_and_read_no_table(tmp_path: Path, dynamic: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.Linear(64, 8)).eval()
+    x, path = torch.randn(6, 40, 64), tmp_path / "model.onnx"
+    shapes = ({0: torch.export.Dim("batch", min=2)},) if dynamic else None
+    ep = amp_fx.export_onnx(model, (x,), path, dtype="float16", policy="int8", dynamic_shapes=shapes)
+    graph: Any = onnx_ir.load(path).graph
+    products = [node for node in graph if node.op_type == "MatMulInteger"]
+    assert [[str(value.dtype) for value in node.inputs] for node in products] == [
+        ["UINT8", "INT8", "UINT8"]
+    ] * 2
+    # indices by which views were read grew with the rows
+    assert not any(node.op_type == "Gather" for node in graph)
+    assert (
+        max(value.const_value.size for value in graph.initializers.values() if value.dtype.name == "INT64")
+        < 8
+    )
+    x = torch.randn(9, 40, 64) if dynamic else x
+    with torch.no_grad():
+        program = ep.module()(x)
+    # the same bytes, multiplied alike; what is rounded to fp16 in between may fall to either side
+    assert error_of(_ran(path, x), program.double()) < 1e-3
+
+
+def test_a_product_of_bytes_that_no_plan_made_is_exact(tmp_path: Path) -> None:
+    weight = torch.randint(-128, 128, (32, 16), dtype=torch.int8)
+    model = Parts(lambda _, x: torch.ops.aten._int_mm(x, weight).float(), none=nn.Identity()).eval()
+    x = torch.randint(-128, 128, (24, 32), dtype=torch.int8)
+    amp_fx.export_onnx(model, (x,), path := tmp_path / "model.onnx")
+    assert torch.equal(_ran(path, x), x.int().matmul(weight.int()).float())
 
 
 def test_weights_that_are_held_in_int8_have_no_reduced_range() -> None:
