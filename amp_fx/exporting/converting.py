@@ -47,7 +47,8 @@ from amp_fx.passes import (
 from amp_fx.precision.placement.devices import resolve
 from amp_fx.precision.plans.reading import casts_in, input_plans, unused_rules
 from amp_fx.precision.policy import OpClass
-from amp_fx.precision.policy.levels import levels_of
+from amp_fx.precision.policy.engines import ANY, ENGINES, Engine
+from amp_fx.precision.policy.levels import AUTO, levels_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ CHOICES = {
     "weights_beyond_range": ("raise", "clamp", "keep"),
     "tables": ("tied", "low", "keep"),
     "int8_range": ("full", "reduced"),
+    "engine": (ANY, *ENGINES),
 }
 _SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", "plan", "disable_passes", *LEVEL_OPTIONS)
 
@@ -126,6 +128,9 @@ def convert(
             the ops that read it in fp32;
             ``tables``: which embedding tables are rounded: one that is also a matmul's weight (``"tied"``, stored
             once), all (``"low"``), or none (``"keep"``);
+            ``engine``: what serves the file, ``"onnxruntime"``, ``"openvino"``, ``"tensorrt"``, ``"executorch"`` or
+            None. Its row of :data:`amp_fx.precision.policy.engines.ENGINES` says which dtype is the default, and what
+            stays in 16 bits because the engine does not multiply its form in integers;
             ``int8_range``: ``"reduced"`` has weights in int8 from -64 to 64, for runtimes on x86 without VNNI, torch's
             ``_int_mm`` among them.
             Weights in fp8 are stored as e4m3 (columns, contracted), with factors (columns, 1) under ``..._fp8_scale``.
@@ -156,7 +161,8 @@ def extra_files(ep: torch.export.ExportedProgram) -> dict[str, str]:
 
 def _parse(options: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
     """The options that the backend has, too, and those of :data:`CHOICES`."""
-    own = {key: one_of(key, valid, options.get(key, valid[0])) for key, valid in CHOICES.items()}
+    named = {key: value for key, value in options.items() if (key, value) != ("engine", None)}
+    own = {key: one_of(key, valid, named.get(key, valid[0])) for key, valid in CHOICES.items()}
     shared = {key: value for key, value in options.items() if key not in own}
     valid = sorted((*_SHARED_OPTIONS, *CHOICES, "keep_io_dtypes"))
     if unknown := [key for key in shared if key not in _SHARED_OPTIONS]:
@@ -178,7 +184,42 @@ def _parse(options: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
             f"'result' in policy rule {wide} is for torch.compile: no op that every runtime has multiplies low "
             "operands and returns fp32. Use 'precision': 'fp32' for the call."
         )
-    return parsed, own
+    return _for_engine(parsed, ENGINES.get(own["engine"])), own
+
+
+def _for_engine(opts: Options, engine: Engine | None) -> Options:
+    """The options with what the row of an engine adds; OptionsError for what it does not take."""
+    if engine is None:
+        return opts
+    dtype = opts.dtype or engine.dtypes[0]
+    if dtype not in engine.dtypes:
+        raise OptionsError(
+            f"engine={engine.name!r} has no kernels on a CPU for dtype={str(dtype).removeprefix('torch.')!r}; valid: "
+            f"{', '.join(str(each).removeprefix('torch.') for each in engine.dtypes)}."
+        )
+    below = bool(levels_of(opts.policy.base)) or any(plan.decides_levels for plan in opts.plan or ())
+    if below and engine.int8 is None:
+        raise OptionsError(
+            f"engine={engine.name!r} does not run what is written below 16 bits: {engine.otherwise}. Export with "
+            "policy='autocast', or by a plan without such levels."
+        )
+    if not below or engine.int8 in (None, AUTO):
+        return replace(opts, dtype=dtype)
+    if opts.level not in (AUTO, engine.int8):
+        raise OptionsError(
+            f"engine={engine.name!r} contradicts {opts.policy.base}={opts.level!r}: {engine.otherwise}. Drop one."
+        )
+    if opts.plan is None:
+        logger.warning(
+            "policy %r finds scales in each call. engine=%r: %s, so that all products stay in 16 bits. Measure scales: "
+            "amp_fx.calibrate(model, batches, of='outputs', policy=%r).plan(budget=2, engine=%r).",
+            opts.policy.base,
+            engine.name,
+            engine.otherwise,
+            opts.policy.base,
+            engine.name,
+        )
+    return replace(opts, dtype=dtype, level=engine.int8)
 
 
 def _convert(

@@ -90,6 +90,8 @@ def _run(
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
+    # of errors, which it raises; it also warns of what it cannot fold
+    options.log_severity_level = 3
     if isinstance(model, bytes):
         # of what it optimises it may compute otherwise
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

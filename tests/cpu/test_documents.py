@@ -26,7 +26,7 @@ from support.document_blocks import APART, BEFORE, ELSEWHERE, NOT_RUN, ROOT, SET
 from support.tracing.captured_graphs import op_by_op
 
 PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(blocks(page))]
-MARKS = {"quantised.md": [pytest.mark.int8_rate]}
+MARKS = {name: [pytest.mark.int8_rate] for name in ("quantised.md", "engines.md")}
 
 pytestmark = pytest.mark.xdist_group("documents")
 

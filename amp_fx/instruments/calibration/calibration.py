@@ -23,9 +23,10 @@ from amp_fx.precision.placement.level_cost import multiplies
 from amp_fx.precision.placement.priced import Choice
 from amp_fx.precision.placement.tradeoff import BYTES, MINIMISED, TIME
 from amp_fx.precision.plans.plan import Plan
-from amp_fx.precision.plans.sensitivity import Sensitivity
+from amp_fx.precision.plans.sensitivity import INPUT, CallSensitivity, Sensitivity
 from amp_fx.precision.policy import Policy
-from amp_fx.precision.policy.levels import LEVELS
+from amp_fx.precision.policy.engines import ENGINES
+from amp_fx.precision.policy.levels import AUTO, FORWARD, LEVELS
 
 #: corners of the frontier that are shown
 _CORNERS = 12
@@ -163,6 +164,7 @@ class Calibration:
         time: float | None = None,
         minimise: str = TIME,
         verify: bool = True,
+        engine: str | None = None,
     ) -> CalibratedPlan:
         """The cheapest plan whose error is within a budget; give one of the three, or none for ``budget="autocast"``.
 
@@ -177,10 +179,12 @@ class Calibration:
             verify: run one compiled step or call of the plan against fp32 (fp64 where that fits). A plan that misses
                 its budget by more than 1.3 times gives way to the next on the frontier. Where equal steps give other
                 results, nothing can be checked, and the plan says so (``unverified``).
+            engine: what the plan is exported for, as in :func:`amp_fx.export`: one that multiplies in integers by
+                measured scales alone gets no others.
 
         Raises:
-            OptionsError: more than one limit, one that is no positive number, another aim; or fp8 that cannot be
-                checked here.
+            OptionsError: more than one limit, one that is no positive number, another aim or engine; or fp8 that
+                cannot be checked here.
         """
         if sum(limit is not None for limit in (budget, error, time)) > 1:
             raise OptionsError("plan takes one of budget, error and time.")
@@ -194,6 +198,10 @@ class Calibration:
                 "verify=False."
             )
         aim = one_of("minimise", MINIMISED, minimise)
+        row = None if engine is None else ENGINES[one_of("engine", tuple(ENGINES), engine)]
+        if row is not None and row.int8 != AUTO:
+            of_engine = self._reading(measured=row.int8 is not None)
+            return of_engine.plan(budget, error=error, time=time, minimise=minimise, verify=verify)
         with torch.enable_grad(), progress("plan") as say:
             say("prices and searches placements")
             limit = None
@@ -214,6 +222,21 @@ class Calibration:
         corners = self._usual.corners(8 * _CORNERS, aim)
         least = min((corner.sensitivity for corner in corners if corner.time < wide.time), default=math.inf)
         return math.sqrt(least) if math.isfinite(least) else None
+
+    def _reading(self, *, measured: bool) -> Calibration:
+        """The same calibration for who multiplies in integers by measured scales alone, or not at all."""
+
+        def left(call: CallSensitivity) -> CallSensitivity:
+            if not measured:
+                return replace(call, roles={})
+            operands = call.roles.get(FORWARD, {})
+            # as what overflows, it is never chosen
+            found = {FORWARD: {**operands, INPUT: None}} if INPUT in operands else {}
+            return replace(call, roles={**call.roles, **found})
+
+        graphs = [replace(graph, calls=[*map(left, graph.calls)]) for graph in self.sensitivity.graphs]
+        sensitivity = replace(self.sensitivity, graphs=graphs)
+        return Calibration(sensitivity, self._graphs, self._opts, self._steps)
 
     def _within_time(self, time: float) -> Choice[Placed]:
         if not self.cuts.is_timed:

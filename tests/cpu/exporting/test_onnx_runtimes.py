@@ -129,6 +129,35 @@ def test_products_in_int8_are_unsigned_by_signed_and_read_no_table(tmp_path: Pat
     assert error_of(_ran(path, x), program.double()) < 1e-3
 
 
+@pytest.mark.int8
+def test_a_plan_for_openvino_multiplies_all_in_integers_there(tmp_path: Path) -> None:
+    import openvino
+
+    model = nn.Sequential(
+        nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 16)
+    ).eval()
+    # of rows that differ in size, scales of a row err less
+    x = torch.randn(64, 64) * torch.logspace(0, 1, 64)[:, None]
+    found = amp_fx.calibrate(model, [x], of="outputs", policy="int8", profile="off")
+    plan = found.plan(budget=100, verify=False, engine="openvino")
+    usual = found.plan(budget=100, verify=False)
+    assert not all(row.scales for row in usual.plans[0].nodes if row.levels_below)
+    below = [row for row in plan.plans[0].nodes if row.levels_below]
+    assert below
+    assert all(row.scales for row in below)
+    ep = amp_fx.export_onnx(model, (x,), path := tmp_path / "model.onnx", plan=plan, engine="openvino")
+    run = openvino.Core().compile_model(path, "CPU")
+    kinds = [op.get_rt_info() for op in run.get_runtime_model().get_ordered_ops()]
+    products = [info for info in kinds if info["layerType"].astype(str) == "FullyConnected"]
+    # by measured scales, and by none the last
+    found_dtypes = [info["runtimePrecision"].astype(str) for info in products]
+    assert found_dtypes.count("u8") == len(below)
+    assert len(products) == 3
+    _check(torch.from_numpy(run([x.numpy()])[0]), ep, model, x)
+    # the engine that runs no int8 gets none
+    assert not any(row.levels_below for row in found.plan(verify=False, engine="tensorrt").plans[0].nodes)
+
+
 def test_a_product_of_bytes_that_no_plan_made_is_exact(tmp_path: Path) -> None:
     weight = torch.randint(-128, 128, (32, 16), dtype=torch.int8)
     model = Parts(lambda _, x: torch.ops.aten._int_mm(x, weight).float(), none=nn.Identity()).eval()
