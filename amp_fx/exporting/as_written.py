@@ -107,14 +107,19 @@ class _Widening:
     def widen(self, graph: Any) -> None:
         """Every node of a graph: low operands are widened before it, and low results rounded behind it."""
         for node in list(graph):
-            for attribute in node.attributes.values():
-                if attribute.type == self._ir.AttributeType.GRAPH:
-                    self.widen(attribute.as_graph())
+            inner = [
+                attribute.as_graph()
+                for attribute in node.attributes.values()
+                if attribute.type == self._ir.AttributeType.GRAPH
+            ]
+            for each in inner:
+                self.widen(each)
             if node.op_type in _CASTS:
                 self._watch_cast(node)
             elif node.op_type == "MatMulInteger":
                 self._multiply_exactly(node)
-            else:
+            elif not inner:
+                # a branch or loop hands on what it is given
                 self._widen_node(node)
 
     def _before(self, node: Any, op: str, inputs: Sequence[Any], dtype: str, **attributes: Any) -> Any:

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir
 import pytest
 import torch
@@ -224,6 +225,23 @@ def test_a_copy_of_a_file_rounds_as_the_program_does(tmp_path: Path, dtype: str)
     assert error_of(copied, program.double()) < 0.3 * error_of(program, wide), (
         "it rounds where the program does"
     )
+
+
+def test_a_loop_hands_on_values_in_16_bits_and_its_body_rounds(tmp_path: Path) -> None:
+    text = """
+        <ir_version: 10, opset_import: ["" : 20]>
+        agraph (float16[4] x) => (float16[4] y) {
+            times = Constant <value_int: int = 2> ()
+            y = Loop (times, , x) <body = body (int64 i, bool on, float16[4] state) => (bool more, float16[4] next) {
+                more = Identity (on)
+                next = Add (state, state)
+            }>
+        }
+    """
+    onnx.save(onnx.parser.parse_model(text), path := tmp_path / "model.onnx")
+    found = _ran(as_written(path).model, torch.tensor([1.0, 2.5, 1 / 3, 20000.0]))
+    third = float(torch.tensor(1 / 3, dtype=torch.float16)) * 4
+    assert found.tolist() == [4.0, 10.0, third, math.inf]
 
 
 def _attending(m: Any, x: Tensor, flags: Tensor) -> Tensor:
