@@ -52,11 +52,12 @@ def check_onnx(
     if importlib.util.find_spec("onnxruntime") is None:
         logger.warning("%s was not run: onnxruntime is not installed", path)
         return
+    # a model may write to its inputs
+    given = [value.detach().cpu().clone() for value in tensors((args, kwargs))]
     with torch.no_grad():
         wanted = tensors(model(*args, **kwargs))
     is_bfloat16 = has_bfloat16(ep)
     far = _FAR_IN_BFLOAT16 if is_bfloat16 else _FAR
-    given = [value.detach().cpu() for value in tensors((args, kwargs))]
     if why := _why_not_by_itself(ep):
         level = logging.INFO if is_bfloat16 else logging.WARNING
         logger.log(level, "%s was run as it is written, and not as it is: %s", path, why)

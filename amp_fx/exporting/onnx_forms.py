@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def as_strided(self: Any, size: Sequence[Any], stride: Sequence[Any], storage_of
     from onnxscript.function_libs.torch_lib.ops.core import aten_as_strided
 
     ops: Any = opset18
-    if storage_offset or not _is_in_order(size, stride):
+    if storage_offset or not _is_in_order(size, stride) or _takes_a_part(self.shape, size):
         return aten_as_strided(self, size, stride, storage_offset)
     if self.shape is not None and list(self.shape) == list(size):
         return ops.Identity(self)
@@ -44,6 +45,13 @@ def _is_in_order(size: Sequence[Any], stride: Sequence[Any]) -> bool:
             return False
         expected = expected * each if isinstance(each, int) else None
     return True
+
+
+def _takes_a_part(shape: Any, size: Sequence[Any]) -> bool:
+    """Whether a view is known to have other elements than all; where sizes are not known, a reshape would raise."""
+    if shape is None or not all(isinstance(each, int) for each in (*shape, *size)):
+        return False
+    return math.prod(shape) != math.prod(size)
 
 
 def write_fast_forms(model: Any) -> None:

@@ -106,7 +106,9 @@ def test_onnxruntime_adds_biases_to_products_in_int8(tmp_path: Path) -> None:
 
 
 @pytest.mark.int8
-@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize(
+    "dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fixed", "dynamic"]
+)
 def test_products_in_int8_are_unsigned_by_signed_and_read_no_table(tmp_path: Path, dynamic: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.Linear(64, 8)).eval()
     x, path = torch.randn(6, 40, 64), tmp_path / "model.onnx"
@@ -128,6 +130,27 @@ def test_products_in_int8_are_unsigned_by_signed_and_read_no_table(tmp_path: Pat
         program = ep.module()(x)
     # the same bytes, multiplied alike; what is rounded to fp16 in between may fall to either side
     assert error_of(_ran(path, x), program.double()) < 1e-3
+
+
+def test_views_by_strides_have_their_elements_and_the_model_may_write_to_its_inputs(tmp_path: Path) -> None:
+    def call(_: Any, x: Tensor) -> tuple[Tensor, ...]:
+        whole, part = x.as_strided((6, 2), (2, 1)), x.as_strided((2, 3), (3, 1))
+        return (
+            whole + 1,
+            part + 1,
+            x.as_strided((3, 4), (1, 3)) + 1,
+            x.as_strided((2, 2), (2, 1), 3) + 1,
+            x.add_(1),
+        )
+
+    path, x = tmp_path / "model.onnx", torch.randn(3, 4)
+    amp_fx.export_onnx(Parts(call, none=nn.Identity()).eval(), (x.clone(),), path)
+    wanted = call(None, x.clone())
+    import onnxruntime
+
+    found = onnxruntime.InferenceSession(path).run(None, {"args_0": x.numpy()})
+    for got, true in zip(found, wanted, strict=True):
+        assert torch.equal(torch.from_numpy(got), true)
 
 
 @pytest.mark.int8
