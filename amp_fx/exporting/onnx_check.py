@@ -70,7 +70,10 @@ def check_onnx(
 def _why_not_by_itself(ep: torch.export.ExportedProgram) -> str:
     """Why onnxruntime cannot run a file here as any CPU would; empty where it can."""
     if has_bfloat16(ep):
-        return "onnxruntime has no kernels in bfloat16 for a CPU"
+        return (
+            "onnxruntime has kernels in float16 for a CPU, none in bfloat16. Give dtype='float16' (with a plan: "
+            "calibrate(..., dtype='float16')), or run the file where bfloat16 is multiplied, as in OpenVINO"
+        )
     unsigned = quantised_ops().quantize_per_tensor.default, torch.ops.aten._int_mm.default
     weights = [value for value in tensors((ep.state_dict, ep.constants)) if value.dtype is torch.int8]
     is_full = any(node.target in unsigned for node in ep.graph.nodes) and any(
