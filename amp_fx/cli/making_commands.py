@@ -38,6 +38,7 @@ _CHOICES = {
     "weights_beyond_range": "weights beyond the range of the low dtype: an error, the largest value, or fp32",
     "tables": "embedding tables to round: those that are a matmul's weight as well, all, or none",
     "int8_range": "weights in int8: all values, or -64 to 64 for CPUs without VNNI",
+    "engine": "what serves the file: its default dtype, and the forms of int8 that it multiplies in integers",
 }
 
 
