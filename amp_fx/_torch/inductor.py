@@ -95,6 +95,7 @@ def _inputs_checked() -> Iterator[None]:
 _ALIGNED = """
 #include <cstdlib>
 #if defined(__linux__)
+#include <malloc.h>
 #define malloc(bytes) aligned_alloc(64, ((bytes) + 63) / 64 * 64)
 #endif
 {include}
