@@ -100,7 +100,7 @@ def openvino(path: Path, x: Tensor, settings: Mapping[str, str]) -> tuple[Tensor
     for op in compiled.get_runtime_model().get_ordered_ops():
         info = op.get_rt_info()
         if kind := _KINDS.get(info["layerType"].astype(str)):
-            dtype = info["runtimePrecision"].astype(str)
+            dtype = str(info["runtimePrecision"].astype(str))
             found.setdefault(kind, _DTYPES.get(dtype, dtype))
     return torch.from_numpy(compiled([x.numpy()])[0]), found
 
