@@ -65,17 +65,19 @@ def compile_package(ep: torch.export.ExportedProgram, path: str, configs: Mappin
     import torch._inductor
 
     # it freezes only where there are no gradients
-    with torch.no_grad(), autocast_disabled(), mended(faults_met()), _inputs_checked(), _weights_aligned():
+    with torch.no_grad(), autocast_disabled(), mended(faults_met()), _inputs_checked(ep), _weights_aligned():
         torch._inductor.aoti_compile_and_package(ep, package_path=path, inductor_configs={**configs})
 
 
 @contextlib.contextmanager
-def _inputs_checked() -> Iterator[None]:
+def _inputs_checked(ep: torch.export.ExportedProgram) -> Iterator[None]:
     """Packages compare dtypes, sizes and strides of their inputs in each call, but for ``AOTI_RUNTIME_CHECK_INPUTS=0``.
 
     AOTInductor writes the comparisons, and by default skips them when the package runs: an input of another size was
-    read as one of the size that the package was made for, or beyond its end.
+    read as one of the size that the package was made for, or beyond its end. A least size of 2 is that of tracing,
+    which takes 1 for a constant, and not one of the program: no least size is compared where the program states none.
     """
+    from torch._inductor import config
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
     original = CppWrapperCpu.generate_input_output_runtime_checks
@@ -87,7 +89,11 @@ def _inputs_checked() -> Iterator[None]:
             if isinstance(line, str) and "env_var_value != nullptr && " in line:
                 lines[at] = line.replace("!= nullptr && ", "== nullptr || ")
 
-    with mock.patch.object(CppWrapperCpu, "generate_input_output_runtime_checks", generate):
+    states_least = any(sizes.lower > 1 for sizes in ep.range_constraints.values())
+    with (
+        mock.patch.object(CppWrapperCpu, "generate_input_output_runtime_checks", generate),
+        config.patch({"aot_inductor.check_lowerbound": states_least}),
+    ):
         yield
 
 
