@@ -179,6 +179,19 @@ def test_a_file_in_bfloat16_that_onnxruntime_has_no_kernels_for_names_the_dtype_
     assert "dtype='float16'" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("chance", "training", "told"), [(0.5, True, "'1'"), (0.5, False, ""), (0.0, True, "")]
+)
+def test_a_model_that_is_exported_in_training_mode_is_told(
+    chance: float, training: bool, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(chance)).train(training)
+    amp_fx.export(model, (torch.ones(2, 4),))
+    found = [row.getMessage() for row in caplog.records if "training mode" in row.getMessage()]
+    assert len(found) == bool(told)
+    assert all(told in text and "model.eval()" in text for text in found)
+
+
 def test_a_comparison_without_a_loss_says_that_gradients_are_missing() -> None:
     with without_inductor():
         text = str(amp_fx.compare(nn.Linear(4, 4), torch.randn(2, 4)))
