@@ -75,11 +75,13 @@ def package(
         OptionsError: the path ends in something else, the profile is none, or Inductor is to fold buffers that the
             program writes to.
         PassError: Inductor left packed weights out.
-        ExportError: the file is not there, or holds no exported program.
+        ExportError: the file is not there, or holds no exported program, or the package's folder cannot be written.
     """
     path, given = os.fspath(path), dict(inductor_configs or {})
     if not path.endswith(".pt2"):
         raise OptionsError(f"a package ends in .pt2, as AOTInductor wants; got {path!r}.")
+    if not os.access(folder := Path(path).absolute().parent, os.W_OK):
+        raise ExportError(f"cannot write {path!r}: {str(folder)!r} is no folder to write to.")
     program, plan = _opened(program)
     if given.get("freezing") and (written := _written(program)):
         raise OptionsError(

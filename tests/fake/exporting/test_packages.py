@@ -309,3 +309,5 @@ def test_what_a_program_writes_to_is_not_folded_and_its_weights_are_packed(
 def test_a_path_that_aotinductor_does_not_take_is_refused(asked: Asked) -> None:
     with pytest.raises(amp_fx.OptionsError, match=r"ends in \.pt2.*'package\.so'"):
         amp_fx.package(program(), "package.so")
+    with pytest.raises(amp_fx.ExportError, match=r"cannot write .*no folder"):
+        amp_fx.package(program(), "absent/package.pt2")
