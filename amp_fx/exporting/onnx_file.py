@@ -44,6 +44,8 @@ def export_onnx(
         OptionsError, CaptureError, PassError: as :func:`amp_fx.export`.
     """
     need_onnx(path)
+    # what checks the file compares with the model itself
+    model = getattr(model, "_orig_mod", model)
     given, named = inputs_of(model, args, kwargs)
     ep = export(model, given, named, dynamic_shapes=dynamic_shapes, keep_io_dtypes=keep_io_dtypes, **options)
     write_onnx(ep, path)

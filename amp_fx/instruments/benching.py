@@ -29,6 +29,7 @@ from amp_fx.instruments.batches import called, inputs_of, raised
 from amp_fx.instruments.calibration import quantize
 from amp_fx.instruments.progress import progress
 from amp_fx.instruments.reports.figures import check_figure, new_figure, save_figure
+from amp_fx.instruments.step import relative_error
 from amp_fx.precision.placement.devices import builtin
 from amp_fx.precision.placement.profile import DEVICE_TYPES
 from amp_fx.precision.plans.files import as_data, write_text
@@ -311,12 +312,11 @@ def _results(returned: Any) -> list[Tensor]:
 
 
 def distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Relative L2 distance of all results together; infinite where one is not finite or of another size."""
+    """Relative L2 distance of all results together; infinite where one is not finite, or of another size."""
     if [value.shape for value in found] != [value.shape for value in wanted]:
         return float("inf")
-    far = sum(float((a - b).square().sum()) for a, b in zip(found, wanted, strict=True))
-    size = sum(float(value.square().sum()) for value in wanted)
-    return (far / size) ** 0.5 if size else far**0.5
+    named = ({str(at): value for at, value in enumerate(values)} for values in (found, wanted))
+    return relative_error(*named)
 
 
 def _peak(call: Call, device: str) -> int | None:

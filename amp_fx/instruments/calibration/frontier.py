@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: roundings that are listed; and of each kind where a level below 16 bits was measured, too
-_SHOWN, _SHOWN_EACH = 12, 7
+_SHOWN, _SHOWN_EACH = 12, 5
 #: above it a prediction says only that the error is large
 _LARGE = 5e-2
 #: characters of a line

@@ -314,7 +314,7 @@ def test_the_figure_and_the_blame_know_fp8(cal: Calibration, tmp_path: Path) -> 
     page = cal.save(tmp_path / "frontier.html").read_text()
     assert "what policy fp8 adds (rowwise)" in page
     lines = str(cal).splitlines()
-    assert len(lines) <= 34
+    assert len(lines) <= 30
     assert all(len(line) <= 100 for line in lines)
     assert any(line.startswith("  fp8 ") for line in lines)
     ours = lines[lines.index("what policy fp8 adds (rowwise)") :]
