@@ -123,10 +123,11 @@ def _levels_given(
 
 
 def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], *, training: bool) -> None:
-    """Writes into a plan what torch.autocast itself would cast, and compute in; nothing if that does not pass."""
+    """Writes into a plan what torch.autocast itself would cast, and compute in; if that fails, a line of the report."""
     try:
         _, theirs = rewrite(gm, ambient, Options(numerics="eager", profile="off"), training=training)
-    except (CaptureError, PassError):
+    except (CaptureError, PassError) as error:
+        plan.unknown.append(f"what torch.autocast would cast: {error}")
         return
     plan.autocast = {"casts": len(theirs.casts), "bytes": sum(cast.bytes for cast in theirs.casts)}
     plan.autocast_dtypes = theirs.module_dtypes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -29,6 +30,23 @@ _IMPORTING = Path(importlib.__file__).parent, "<frozen"
 _NOT_THE_USERS = tuple(
     str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[1], *_IMPORTING)
 )
+
+
+def uncompiled(model: Any) -> Any:
+    """The program that ``torch.compile`` was given, where the model is what it returned; else the model."""
+    return getattr(model, "_orig_mod", model)
+
+
+def initialised(program: Callable[..., Any], call: Arguments) -> Callable[..., Any]:
+    """The program; where lazy modules in it have no sizes yet, a copy that one call has given them."""
+    own = [*program.parameters(), *program.buffers()] if isinstance(program, nn.Module) else []
+    if not any(isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)) for value in own):
+        return program
+    found, (args, kwargs) = copy.deepcopy(program), _copies(call)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        called(found, *args, **kwargs)
+    return found
 
 
 def call_of(program: Callable[..., Any], batch: Any) -> Arguments:
@@ -99,11 +117,17 @@ def compiling(program: Callable[..., Any], call: Arguments) -> Iterator[None]:
     except AmpFxError:
         raise
     except Exception:
-        args, kwargs = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, call)
+        args, kwargs = _copies(call)
         run = functools.partial(_on_copies, program) if isinstance(program, nn.Module) else program
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             called(run, *args, **kwargs)
         raise
+
+
+def _copies(call: Arguments) -> Arguments:
+    """The call with tensors of its own."""
+    found: Arguments = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, call)
+    return found
 
 
 def _on_copies(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -227,7 +228,9 @@ def untouched(
     modules = list(program.modules()) if isinstance(program, nn.Module) else []
     tables: list[dict[str, Any]] = []
     for each in modules:
-        tables += vars(each), each._buffers, each._parameters
+        # and hooks, which a call may add: transformers observes layers by such, and notes that in the module
+        own = (value for value in vars(each).values() if type(value) in (dict, OrderedDict))
+        tables += vars(each), *own
     before = [(table, dict(table)) for table in tables]
     # parameters too: spectral norm and the like write to them
     held = dict.fromkeys(v for each in modules for v in (*each.parameters(False), *each.buffers(False)))

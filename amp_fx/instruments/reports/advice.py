@@ -68,6 +68,7 @@ def advise(plans: Sequence[Plan]) -> list[Advice]:
     fallbacks = [plan for plan in plans if plan.fallback]
     return [
         *(Advice("fallback", f"graph {plan.graph} is not rewritten: {plan.fallback}") for plan in fallbacks),
+        *(Advice("report", f"not known of graph {p.graph}: {text}") for p in plans for text in p.unknown),
         *(Advice(UNUSED_RULE, text) for text in unused_rules(plans)),
         *_untouched(forward),
         *_uncounted(plans),

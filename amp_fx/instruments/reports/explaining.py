@@ -31,7 +31,7 @@ from amp_fx.compiler.notices import only_looking
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.values import program_device
-from amp_fx.instruments.batches import arguments_of, compiling
+from amp_fx.instruments.batches import arguments_of, compiling, initialised, uncompiled
 from amp_fx.instruments.progress import progress
 from amp_fx.instruments.reports.advice import (
     NOT_COMPILED,
@@ -118,10 +118,11 @@ def explain(
         kwargs["target"] = target
         target = None
     parsed = Options.parse(None, options)
-    program = getattr(model, "_orig_mod", model)
+    program = uncompiled(model)
     # a scaler belongs to a training that is not going on here
     given = {key: value for key, value in (options or {}).items() if key != "scaler"}
-    call = _Call(program, *arguments_of(program, args, kwargs), given)
+    arguments = arguments_of(program, args, kwargs)
+    call = _Call(initialised(program, arguments), *arguments, given)
     title = getattr(program, "__name__", type(program).__name__)
     with progress("explain: compiling as far as fusion, with amp_fx and with torch.autocast"):
         report = _here(call) if target is None else _on_target(call, target)

@@ -212,6 +212,7 @@ class Plan:
         weights: what becomes of the graph's weights and why: cast in each call, or how they are kept; empty where that
             was not decided.
         unused_rules: the policy's rules that no call of this graph matches; another graph may have such calls.
+        unknown: what could not be found out for the report of this graph, and why.
         faults: what the installed torch computes wrongly of this graph, and what was done instead; of a backward that
             is compiled when it is first called, from then on.
     """
@@ -233,6 +234,7 @@ class Plan:
     meaning: str = ""
     weights: str = ""
     unused_rules: list[dict[str, str]] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
+import amp_fx
+from amp_fx import Report
 from support.checks.whole_program import NOISE
 from support.tracing.captured_graphs import DEFAULTS, without_inductor
 
@@ -100,6 +103,43 @@ def outcome(sample: Sample) -> str:
     if differs and _differs(inside, _run(sample, backend="aot_eager", low=True)):
         return f"{differs}, in autocast"
     return _compare(sample, autocast, ours, eager)
+
+
+class _Taken(nn.Module):
+    """Takes the arguments of a program as two, so that none of them is taken for an option of ``explain``."""
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        super().__init__()
+        self.program = program
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.program(*args, **kwargs)
+
+
+def explanation(sample: Sample) -> str:
+    """``"explained"``, ``"not asked: why"``, or what :func:`amp_fx.explain` raises."""
+    try:
+        sample.make()
+    except StopIteration:
+        return "not asked: no more samples"
+    program, args, kwargs = sample.make()
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            report = amp_fx.explain(_Taken(program), (args, kwargs))
+        except Exception as error:
+            try:
+                _run(sample)
+                _run(sample, backend="aot_eager")
+            except Exception as stock:  # as in outcome()
+                return f"not asked: without amp_fx raises {type(stock).__name__}"
+            return f"raises {type(error).__name__}: {str(error)[:300]}"
+    fallbacks = [plan.fallback for plan in report.plans if plan.fallback]
+    told = str(report)
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    # what runs otherwise than asked is told
+    return "explained" if all(reason[:20] in told for reason in fallbacks) else f"not told: {fallbacks}"
 
 
 def _differs(got: list[Any], wanted: list[Any]) -> str:
