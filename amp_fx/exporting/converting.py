@@ -33,7 +33,7 @@ from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device, listed_devices, tensors
-from amp_fx.instruments.batches import compiling, inputs_of, raised
+from amp_fx.instruments.batches import compiling, inputs_of, raised, uncompiled
 from amp_fx.passes import (
     FuseCasts,
     KeepWeights,
@@ -92,7 +92,7 @@ def export(
         OptionsError, CaptureError, PassError: see :func:`convert`.
     """
     opts, own = _parse(options)
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     given, named = inputs_of(model, args, kwargs)
     _warn_of_training(model)
     # plans of graphs that are called without gradients are about what is traced so

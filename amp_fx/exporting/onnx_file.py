@@ -14,7 +14,7 @@ from amp_fx.errors import ExportError, MissingLibraryError, install_hint
 from amp_fx.exporting.converting import export
 from amp_fx.exporting.onnx_check import REMEDY, check_onnx, has_bfloat16
 from amp_fx.exporting.onnx_forms import as_strided, write_fast_forms
-from amp_fx.instruments.batches import inputs_of
+from amp_fx.instruments.batches import inputs_of, uncompiled
 
 #: the first opset in which a convolution takes bf16
 _OPSET_OF_BFLOAT16 = 22
@@ -45,7 +45,7 @@ def export_onnx(
     """
     need_onnx(path)
     # what checks the file compares with the model itself
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     given, named = inputs_of(model, args, kwargs)
     ep = export(model, given, named, dynamic_shapes=dynamic_shapes, keep_io_dtypes=keep_io_dtypes, **options)
     write_onnx(ep, path)

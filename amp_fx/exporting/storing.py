@@ -21,7 +21,7 @@ from amp_fx.graphs.keys import KEPT_META
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, listed_devices
-from amp_fx.instruments.batches import arguments_of, call_of
+from amp_fx.instruments.batches import arguments_of, call_of, uncompiled
 from amp_fx.instruments.step import apart, entry_of
 from amp_fx.precision.plans.plan import dtype_name
 from amp_fx.precision.policy.forms import ScaledRows
@@ -91,7 +91,7 @@ def store_low(
         OptionsError: bad options.
         AmpFxError: not a module.
     """
-    program = getattr(model, "_orig_mod", model)
+    program = uncompiled(model)
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"store_low needs a torch.nn.Module; got {type(model).__name__}.")
     opts = Options.parse(None, options)

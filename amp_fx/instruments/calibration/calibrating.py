@@ -20,7 +20,7 @@ from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import listed_devices
-from amp_fx.instruments.batches import call_of, compiling
+from amp_fx.instruments.batches import call_of, compiling, uncompiled
 from amp_fx.instruments.calibration.calibration import Calibration
 from amp_fx.instruments.calibration.equalising import Chosen, Products, Way, first_ways, narrowed
 from amp_fx.instruments.calibration.measuring import run_measured
@@ -95,7 +95,7 @@ def calibrate(
         OptionsError: bad options, or a loss that is no function.
         AmpFxError: not a module, no loss, a gradient that is zero or not finite, or an op without a second derivative.
     """
-    program = getattr(model, "_orig_mod", model)
+    program = uncompiled(model)
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"calibrate needs a torch.nn.Module; got {type(model).__name__}.")
     given = {"dtype": dtype, "policy": policy, "fp8": fp8}

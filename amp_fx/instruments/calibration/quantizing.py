@@ -14,6 +14,7 @@ from torch import nn
 from amp_fx._torch import called_in
 from amp_fx.compiler.settings import OptionNames, compile
 from amp_fx.errors import InputError, OptionsError
+from amp_fx.instruments.batches import uncompiled
 from amp_fx.instruments.calibration.calibrating import calibrate
 from amp_fx.precision.plans.sensitivity import OUTPUTS
 
@@ -75,7 +76,7 @@ def quantize(
             f"quantize finds {decided} by measurement; take {decided}={given[decided]!r} out, or use "
             "amp_fx.calibrate(...).plan() and amp_fx.compile(model, plan=...)."
         )
-    program: Any = getattr(model, "_orig_mod", model)
+    program: Any = uncompiled(model)
     if program.training:
         raise InputError(
             "quantize takes a model in evaluation mode, and this one is in training mode; call model.eval() first."

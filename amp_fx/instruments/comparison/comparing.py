@@ -21,7 +21,7 @@ from amp_fx._torch import unwrapped_errors
 from amp_fx.compiler.notices import only_looking
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import AmpFxError, OptionsError, did_you_mean
-from amp_fx.instruments.batches import arguments_of, called
+from amp_fx.instruments.batches import arguments_of, called, uncompiled
 from amp_fx.instruments.calibration.calibrating import loss_scale
 from amp_fx.instruments.comparison.comparison import (
     Comparison,
@@ -153,7 +153,7 @@ def _step(
     model: object, batch: Any, kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None, seed: int
 ) -> Step:
     """The model and its call, which is tried once: it says whether there is a loss."""
-    module = getattr(model, "_orig_mod", model)
+    module = uncompiled(model)
     if isinstance(module, DistributedDataParallel):
         module = module.module
     if not isinstance(module, nn.Module):

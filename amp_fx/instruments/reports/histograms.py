@@ -19,7 +19,7 @@ from torch import nn
 
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.values import tensors
-from amp_fx.instruments.batches import call_of, called
+from amp_fx.instruments.batches import call_of, called, uncompiled
 from amp_fx.instruments.reports.counting import FORMATS, Counts
 from amp_fx.instruments.reports.figures import draw_histogram, save_figure
 from amp_fx.instruments.step import Step, plain
@@ -125,7 +125,7 @@ def histogram(
         OptionsError: a loss that is no function.
         AmpFxError: not a module, or no loss that depends on a parameter.
     """
-    program = getattr(model, "_orig_mod", model)
+    program = uncompiled(model)
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"histogram needs a torch.nn.Module; got {type(model).__name__}.")
     step = Step(program, call_of(program, batch), loss, seed=None)
