@@ -25,7 +25,7 @@ from amp_fx.compiler.settings import Options, compile
 from amp_fx.errors import InputError, OptionsError, did_you_mean
 from amp_fx.exporting import export, package
 from amp_fx.graphs.values import program_device, tensors
-from amp_fx.instruments.batches import called, inputs_of, raised
+from amp_fx.instruments.batches import called, inputs_of, raised, uncompiled
 from amp_fx.instruments.calibration import quantize
 from amp_fx.instruments.progress import progress
 from amp_fx.instruments.reports.figures import check_figure, new_figure, save_figure
@@ -58,7 +58,8 @@ class Timed:
         median: seconds of a call.
         p90: seconds that nine of ten calls take at most.
         throughput: samples a second, by dimension 0 of the first input; of calls where that has none.
-        memory: bytes that a call holds at most beyond what is held before it; None where nobody counts.
+        memory: bytes that a call holds at most beyond what is held before it; None where nobody counts, and for
+            OpenVINO, which holds the buffers of its calls between them.
         error: relative L2 distance of the outputs from eager fp32.
         first: seconds until the first result: compiling, calibrating, packaging.
         calls: how many were timed.
@@ -99,7 +100,7 @@ class Bench:
             if row.failed:
                 lines.append(f"  {row.name:<10}{row.failed}"[:100])
                 continue
-            memory = "" if row.memory is None else f"{row.memory / 1e6:.1f}"
+            memory = "-" if row.memory is None else f"{row.memory / 1e6:.1f}"
             times = f"{1e3 * row.median:>10.3f}{1e3 * row.p90:>10.3f}{row.throughput:>12.5g}{memory:>13}"
             bar = "#" * max(1, round(_BAR * row.median / longest))
             lines.append(f"  {row.name:<10}{times}{row.error:>10.1e}{row.first:>12.1f}  {bar}")
@@ -162,7 +163,7 @@ def bench(
         InputError: a model in training mode, or one that does not take the inputs.
         OptionsError: an unknown way, or bad options.
     """
-    program: Any = getattr(model, "_orig_mod", model)
+    program: Any = uncompiled(model)
     if program.training:
         raise InputError("bench takes a model in evaluation mode; call model.eval() first.")
     given, named = inputs_of(program, args, kwargs)
@@ -208,7 +209,7 @@ def bench(
                 median,
                 p90,
                 samples / median,
-                _peak(calls[name], device),
+                None if name == "openvino" else _peak(calls[name], device),
                 row.error,
                 row.first,
                 len(found),

@@ -58,6 +58,16 @@ def test_each_way_has_its_times_its_error_and_its_bar(
     assert found.save(tmp_path / "bench.svg").stat().st_size > 1000
 
 
+def test_openvino_has_a_dash_for_memory_as_it_keeps_its_buffers(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benching._Ways, "_openvino", lambda self, _: self.model)
+    monkeypatch.setattr(benching, "_peak", lambda *_: 7)
+    found = amp_fx.bench(model, torch.randn(2, 64), ways=["eager", "openvino"], seconds=0.0)
+    assert [row.memory for row in found.rows] == [7, None]
+    assert str(found).splitlines()[6].split()[4] == "-"
+
+
 def test_results_that_are_not_finite_or_of_another_size_are_infinitely_far() -> None:
     one, two = [torch.ones(2).double()], [torch.ones(3).double()]
     assert benching.distance(two, one) == math.inf
