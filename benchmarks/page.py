@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import engine_precisions, held_out
+from benchmarks import engine_files, engine_precisions, held_out
 from benchmarks.cases import CASES
 from benchmarks.engine_precisions import PrecisionRow
 from benchmarks.long_runs import draw, read_runs, table
@@ -104,7 +104,15 @@ def engine_sections(folder: Path) -> dict[str, str]:
     """The same of the page about engines."""
     results = [read(path) for path in sorted(folder.glob("precisions_*.jsonl"))]
     tables = [engine_precisions.table(head, [PrecisionRow(**row) for row in rows]) for head, rows in results]
-    return {"precisions": "\n\n".join(tables)}
+    files = [_files(*read_timings(path)) for path in sorted(folder.glob("files_*.jsonl"))]
+    return {"precisions": "\n\n".join(tables), "files": "\n\n".join(files)}
+
+
+def _files(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
+    """Times, sizes and errors of files in the engines that they are written for, one table for a machine."""
+    where = f"{head['processor']}, {head['threads']} threads, torch {head['torch']}"
+    versions = f"onnxruntime {head['onnxruntime']}, OpenVINO {head['openvino']}"
+    return f"{engine_files.table(rows)}\n\n({where}, {versions}; `python -m benchmarks engines_files`)"
 
 
 #: page -> what stands in it
