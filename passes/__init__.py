@@ -163,7 +163,11 @@ def captured_passes(selection: PassSelection) -> tuple[Pass, ...]:
         passes.append(selection.store)
     passes.append(FuseCasts())
     if selection.levels is not None:
-        passes += [selection.levels, QuantiseMatmuls(joint=False, stored=selection.store is not None)]
+        results = selection.levels.results
+        passes += [
+            selection.levels,
+            QuantiseMatmuls(joint=False, stored=selection.store is not None, results=results),
+        ]
         if selection.store is not None:
             # after the copies that are stored were made; rows of tables that were widened may be cast again
             passes += [selection.store, FuseCasts()]

@@ -21,7 +21,7 @@ from amp_fx.precision.placement.level_cost import meaning, multiplies
 from amp_fx.precision.placement.profile import DEVICE_TYPES, DeviceProfile
 from amp_fx.precision.plans.label import Reason
 from amp_fx.precision.plans.plan import NodePlan, Plan, with_choice
-from amp_fx.precision.plans.sensitivity import INPUT
+from amp_fx.precision.plans.sensitivity import ADDED, INPUT
 from amp_fx.precision.policy.forms import MOST_EXPONENT
 from amp_fx.precision.policy.levels import AUTO, FORWARD, LEVELS, Level, level_named, levels_of
 from amp_fx.viz.words import sentence
@@ -110,13 +110,15 @@ def planned_levels(
         _check(LEVELS[name], opts, device, len(planned))
     if not planned:
         return None
-    scales = tuple((name, _scale_in(row)) for name, row in rows.items() if row.scales)
+    scales = tuple((name, _scale_in(row, INPUT)) for name, row in rows.items() if row.scales)
+    results = tuple((name, _scale_in(row, ADDED)) for name, row in rows.items() if ADDED in row.scales)
     equalisations = tuple((name, _exponents_in(row)) for name, row in rows.items() if row.equalisation)
     return PlaceLevels(
         None,
         device,
         planned=planned,
         scales=() if training else scales,
+        results=() if training else results,
         equalisations=() if training else equalisations,
         choice=opts.level,
         joint=training,
@@ -125,12 +127,12 @@ def planned_levels(
     )
 
 
-def _scale_in(row: NodePlan) -> tuple[float, int]:
-    """The measured scale and zero point of what a call reads; PlanError where there is none."""
-    scale, zero_point = found = row.scales.get(INPUT, (math.nan, 0))
+def _scale_in(row: NodePlan, of: str) -> tuple[float, int]:
+    """The measured scale and zero point of what a call reads, or of its result; PlanError where there is none."""
+    scale, zero_point = found = row.scales.get(of, (math.nan, 0))
     if not 0 < scale < math.inf or not 0 <= zero_point <= 255:
         raise PlanError(
-            f"the plan has scales {row.scales} for {row.name} ({row.op}); valid is {{{INPUT!r}: (a positive number, "
+            f"the plan has scales {row.scales} for {row.name} ({row.op}); valid is {{{of!r}: (a positive number, "
             "a zero point from 0 to 255)}. Make a new plan with amp_fx.calibrate."
         )
     return found

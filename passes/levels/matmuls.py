@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.errors import PlanError
-from amp_fx.graphs.calls import CAST, is_cast
+from amp_fx.graphs.calls import CAST, is_cast, values_read
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.traits import Trait, has_trait, op_row
@@ -212,6 +212,21 @@ def _norm_after(node: fx.Node) -> fx.Node | None:
     parameters, training = reader.args[1:5], reader.args[5]
     are_inputs = all(isinstance(each, fx.Node) and each.op == "placeholder" for each in parameters)
     return reader if are_inputs and not training else None
+
+
+def convolution_added(value: fx.Node) -> fx.Node | None:
+    """The convolution of which a value is the result, or that of a norm behind it, if an addition alone reads that."""
+    node = value.args[0] if value.target is aten.batch_norm.default else value
+    if not isinstance(node, fx.Node) or node.target is not aten.conv2d.default:
+        return None
+    is_result = node is value or _norm_after(node) is value
+    return node if is_result and len(value.users) == len(additions_of(value)) == 1 else None
+
+
+def additions_of(value: fx.Node) -> list[fx.Node]:
+    """The calls that add a value to another one."""
+    adds = aten.add.Tensor, aten.add_.Tensor
+    return [user for user in value.users if user.target in adds and len(values_read(user)) == 2]
 
 
 def _weight(matrix: fx.Node, folded: frozenset[str], *, in_rows: bool) -> Operand:

@@ -87,6 +87,7 @@ class PlaceLevels(Pass):
         budget: measured sensitivity and how much is allowed, or None.
         planned: what a plan has below 16 bits: (name in the plan, role, name of the level).
         scales: of values that calls of the plan read: (name in the plan, (scale, zero point)).
+        results: of convolutions of the plan whose results are rounded before they are added: the same.
         equalisations: of calls of the plan: (name in the plan, exponents), see :class:`NodePlan`.
         choice: the name of a kernel where an option has one.
         joint: False on a captured graph.
@@ -102,6 +103,7 @@ class PlaceLevels(Pass):
     budget: Budget | None = None
     planned: tuple[tuple[str, str, str], ...] = ()
     scales: tuple[tuple[str, tuple[float, int]], ...] = ()
+    results: tuple[tuple[str, tuple[float, int]], ...] = ()
     equalisations: tuple[tuple[str, tuple[int, ...]], ...] = ()
     choice: str = AUTO
     joint: bool = True

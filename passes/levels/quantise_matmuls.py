@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.values import is_view, storage_of, writers_in, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult, erase
-from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
+from amp_fx.passes.levels.matmuls import Matmul, Operand, additions_of, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
 from amp_fx.precision.plans.label import label_of
 from amp_fx.precision.policy import OpClass
@@ -57,6 +58,7 @@ class QuantiseMatmuls(Pass):
     5. where a plan has the scale of a value, that is rounded to uint8 by it, and what stands between quantised operands
        is a product in the low dtype, or in fp32 where the program is stored: oneDNN and runtimes make one call of that.
        What convolutions read, and otherwise only additions, is read in uint8 by these, and pooled so if it was pooled.
+       Where a plan also has the scale of a convolution's result, an addition reads that in uint8.
     6. where a plan equalises a product, a value is divided by a power of two for each channel before it is scaled, and
        the weight is multiplied by it: few large channels then leave the others their digits.
     7. a value with an infinity or NaN has a scale of zero or NaN: everything that depends on the scale becomes NaN,
@@ -91,16 +93,18 @@ class QuantiseMatmuls(Pass):
         joint: False on a captured graph.
         stored: the program is stored: by measured scales it multiplies in fp32 between quantised values, which runtimes
             know as products of integers.
+        results: of convolutions that are added, by a plan: (name in the plan, (scale, zero point)).
     """
 
     joint: bool = True
     stored: bool = False
+    results: tuple[tuple[str, tuple[float, int]], ...] = ()
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         work: Quantiser = (
             Quantiser(Rewriter(gm.graph, captured=False))
             if self.joint
-            else _CapturedQuantiser(gm.graph, self.stored, context.weight_bits)
+            else _CapturedQuantiser(gm.graph, self.stored, context.weight_bits, dict(self.results))
         )
         matmuls = read_matmuls(gm, context, joint=self.joint)
         chosen = [(matmul, found) for matmul in matmuls if (found := matmul.node.meta.get(LEVEL)) is not None]
@@ -144,12 +148,23 @@ def _passed_on(node: fx.Node) -> fx.Node | None:
     return given[0] if widens or is_view(node) or is_cast(node) else None
 
 
+def _adds_bytes(node: fx.Node) -> bool:
+    """True for an addition of values that were rounded to uint8, which is in fp32."""
+    given = values_read(node)
+    widened = quantised_ops().dequantize_per_tensor.default
+    return any(node in additions_of(each) for each in given) and all(each.target is widened for each in given)
+
+
 class _CapturedQuantiser(Quantiser):
     """Adds nodes to one captured graph, in which somebody may write to values, and weights may be stored as copies."""
 
-    def __init__(self, graph: fx.Graph, stored: bool, bits: int) -> None:
+    def __init__(
+        self, graph: fx.Graph, stored: bool, bits: int, results: Mapping[str, tuple[float, int]]
+    ) -> None:
         super().__init__(_CapturedRewriter(graph, meta={STEP_META: True}))
-        self._stored, self._bits = stored, bits
+        self._stored, self._bits, self._results = stored, bits, results
+        #: results of convolutions -> the scale by which they are added
+        self._added: dict[fx.Node, tuple[float, int]] = {}
         self._writers = writers_in(graph)
         self._divided: dict[object, fx.Node] = {}
         #: what convolutions read, and otherwise only additions -> the scale and the bytes, once a convolution has them
@@ -172,6 +187,8 @@ class _CapturedQuantiser(Quantiser):
 
     def tidy(self, path: str) -> None:
         """See :meth:`Quantiser.tidy`."""
+        for source, by in self._added.items():
+            self._add_rounded(source, by)
         for source, (scale, data) in filter(operator.itemgetter(1), self._convolved.items()):
             if set(source.users) - {data, *data.all_input_nodes} == set(additions_of(source)):
                 self._read_bytes(source, scale, data)
@@ -188,16 +205,7 @@ class _CapturedQuantiser(Quantiser):
                 if step is not source:
                     first.prepend(step)
         for addition in additions:
-            # what is added to it may be wider, or be written to
-            dtype = addition.meta["val"].dtype
-            with self._call.before(addition):
-                addition.replace_input_with(source, whole(data, scale, self._call))
-            addition.meta["val"] = run_fake(addition)
-            if addition.meta["val"].dtype is dtype:
-                continue
-            with self._call.after(addition):
-                rounded = self._call(CAST, addition, dtype)
-            addition.replace_all_uses_with(rounded, lambda reader, rounded=rounded: reader is not rounded)
+            self._add_bytes(addition, source, scale, data)
         # Inductor's call of a pool in uint8 forgets that sizes are rounded up
         pools = source.target is aten.max_pool2d.default and not argument_value(source, "ceil_mode")
         if pools and len((before := source.all_input_nodes[0]).users) == 1:
@@ -206,6 +214,29 @@ class _CapturedQuantiser(Quantiser):
                 source.replace_input_with(before, whole(made, scale, self._call))
             source.meta["val"] = run_fake(source)
             self.copies[before, scale] = WithScale(made, made)
+
+    def _add_bytes(self, addition: fx.Node, source: fx.Node, scale: tuple[float, int], data: fx.Node) -> None:
+        """An addition reads the bytes of a value; what is added to it may be wider, or be written to."""
+        dtype = addition.meta["val"].dtype
+        with self._call.before(addition):
+            addition.replace_input_with(source, whole(data, scale, self._call))
+        addition.meta["val"] = run_fake(addition)
+        if addition.meta["val"].dtype is not dtype:
+            with self._call.after(addition):
+                rounded = self._call(CAST, addition, dtype)
+            addition.replace_all_uses_with(rounded, lambda reader: reader is not rounded)
+
+    def _add_rounded(self, source: fx.Node, scale: tuple[float, int]) -> None:
+        """The result of a convolution, which nothing else reads, is rounded on its way to an addition."""
+        while len(source.users) == 1 and is_cast(reader := next(iter(source.users))):
+            source = reader
+        additions = additions_of(source)
+        if len(source.users) != 1 or not additions:
+            return
+        with self._call.before(additions[0]):
+            data = self._rounded(source, scale)
+        self.copies[source, scale] = WithScale(data, data)
+        self._add_bytes(additions[0], source, scale, data)
 
     def _stay_wide(self) -> None:
         """Between a product by measured scales and the next rounding to uint8, activations and views are in fp32.
@@ -219,10 +250,11 @@ class _CapturedQuantiser(Quantiser):
             while (given := _passed_on(node)) is not None:
                 steps += [] if is_cast(node) else [(node, given)]
                 node = given
-            if node.meta.get(LEVEL) is None or not is_cast(node) or len(node.users) > 1:
-                continue
-            node.args = (node.args[0], torch.float32)
-            node.meta["val"] = run_fake(node)
+            if not _adds_bytes(node):
+                if node.meta.get(LEVEL) is None or not is_cast(node) or len(node.users) > 1:
+                    continue
+                node.args = (node.args[0], torch.float32)
+                node.meta["val"] = run_fake(node)
             for step, given in reversed(steps):
                 step.replace_input_with(given, node)
                 step.meta["val"] = run_fake(step)
@@ -252,6 +284,8 @@ class _CapturedQuantiser(Quantiser):
                 pair = dequantised(value, scale, weight, factors, dtype, self._call)
                 bias = bias if bias is None else self._call(CAST, bias, dtype)
                 final = self._call(node.target, *pair, bias, *node.args[3:])
+                if matmul.name in self._results:
+                    self._added[matmul.norm or node] = self._results[matmul.name]
             else:
                 copy = self._copy(matrix, level, kernel)
                 columns = self._call(aten.permute.default, self._matrix(copy, matrix, level), [1, 0])
@@ -307,12 +341,6 @@ class _CapturedQuantiser(Quantiser):
     def _is_written(self, source: fx.Node) -> bool:
         storage = storage_of(source)
         return storage in self._writers and source < self._writers[storage][-1]
-
-
-def additions_of(value: fx.Node) -> list[fx.Node]:
-    """The calls that add a value to another one."""
-    adds = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
-    return [user for user in value.users if user.target in adds and len(values_read(user)) == 2]
 
 
 def is_convolved(value: fx.Node) -> bool:

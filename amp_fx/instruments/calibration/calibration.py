@@ -25,7 +25,7 @@ from amp_fx.precision.placement.tradeoff import BYTES, MINIMISED, TIME
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.plans.sensitivity import INPUT, CallSensitivity, Sensitivity
 from amp_fx.precision.policy import Policy
-from amp_fx.precision.policy.engines import ENGINES
+from amp_fx.precision.policy.engines import ENGINES, Engine
 from amp_fx.precision.policy.levels import AUTO, FORWARD, LEVELS
 
 #: corners of the frontier that are shown
@@ -46,9 +46,17 @@ class Calibration:
     """The findings of :func:`amp_fx.calibrate`; ``sensitivity`` has the measurements, as plain data."""
 
     def __init__(
-        self, sensitivity: Sensitivity, graphs: Sequence[MeasuredGraph], opts: Options, steps: Sequence[Step]
+        self,
+        sensitivity: Sensitivity,
+        graphs: Sequence[MeasuredGraph],
+        opts: Options,
+        steps: Sequence[Step],
+        *,
+        engine: Engine | None = None,
     ) -> None:
         self.sensitivity = sensitivity
+        #: what multiplies in integers; None: the compiled model
+        self._engine = engine
         self._graphs = list(graphs)
         self._opts = opts
         self._steps = list(steps)
@@ -76,7 +84,8 @@ class Calibration:
     @functools.cached_property
     def cuts(self) -> Cuts:
         """Prices of the placements that plans are chosen from."""
-        return Cuts(self._graphs, self.sensitivity, self._opts)
+        rounds = self._engine is not None and self._engine.rounds_results
+        return Cuts(self._graphs, self.sensitivity, self._opts, rounds_results=rounds)
 
     @functools.cached_property
     def _by_limit(self) -> dict[float, Cuts]:
@@ -180,7 +189,8 @@ class Calibration:
                 its budget by more than 1.3 times gives way to the next on the frontier. Where equal steps give other
                 results, nothing can be checked, and the plan says so (``unverified``).
             engine: what the plan is exported for, as in :func:`amp_fx.export`: one that multiplies in integers by
-                measured scales alone gets no others.
+                measured scales alone gets no others, and for ``"onnxruntime"`` results of convolutions that are added
+                are rounded to uint8 as well.
 
         Raises:
             OptionsError: more than one limit, one that is no positive number, another aim or engine; or fp8 that
@@ -199,9 +209,11 @@ class Calibration:
             )
         aim = one_of("minimise", MINIMISED, minimise)
         row = None if engine is None else ENGINES[one_of("engine", tuple(ENGINES), engine)]
-        if row is not None and row.int8 != AUTO:
-            of_engine = self._reading(measured=row.int8 is not None)
-            return of_engine.plan(budget, error=error, time=time, minimise=minimise, verify=verify)
+        if row is not None and row is not self._engine:
+            of_engine = self._for(row)
+            return of_engine.plan(
+                budget, error=error, time=time, minimise=minimise, verify=verify, engine=engine
+            )
         with torch.enable_grad(), progress("plan") as say:
             say("prices and searches placements")
             limit = None
@@ -223,11 +235,13 @@ class Calibration:
         least = min((corner.sensitivity for corner in corners if corner.time < wide.time), default=math.inf)
         return math.sqrt(least) if math.isfinite(least) else None
 
-    def _reading(self, *, measured: bool) -> Calibration:
-        """The same calibration for who multiplies in integers by measured scales alone, or not at all."""
+    def _for(self, engine: Engine) -> Calibration:
+        """The same calibration for an engine; it may multiply in integers by measured scales alone, or not at all."""
 
         def left(call: CallSensitivity) -> CallSensitivity:
-            if not measured:
+            if engine.int8 == AUTO:
+                return call
+            if engine.int8 is None:
                 return replace(call, roles={})
             operands = call.roles.get(FORWARD, {})
             # as what overflows, it is never chosen
@@ -236,7 +250,7 @@ class Calibration:
 
         graphs = [replace(graph, calls=[*map(left, graph.calls)]) for graph in self.sensitivity.graphs]
         sensitivity = replace(self.sensitivity, graphs=graphs)
-        return Calibration(sensitivity, self._graphs, self._opts, self._steps)
+        return Calibration(sensitivity, self._graphs, self._opts, self._steps, engine=engine)
 
     def _within_time(self, time: float) -> Choice[Placed]:
         if not self.cuts.is_timed:

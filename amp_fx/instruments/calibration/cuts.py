@@ -26,6 +26,7 @@ from amp_fx.precision.plans.label import Reason, ReasonKind
 from amp_fx.precision.plans.matching import choose_plan
 from amp_fx.precision.plans.plan import NodePlan, Plan, with_choice
 from amp_fx.precision.plans.sensitivity import (
+    ADDED,
     INPUT,
     MEASURED,
     CallSensitivity,
@@ -63,8 +64,17 @@ class PricedMatmuls(NamedTuple):
 class Cuts:
     """Time, bytes and error of any placement of a model."""
 
-    def __init__(self, graphs: Sequence[MeasuredGraph], sensitivity: Sensitivity, opts: Options) -> None:
+    def __init__(
+        self,
+        graphs: Sequence[MeasuredGraph],
+        sensitivity: Sensitivity,
+        opts: Options,
+        *,
+        rounds_results: bool = False,
+    ) -> None:
         self._graphs = graphs
+        #: whether plans have the scales of results
+        self._rounds_results = rounds_results
         self._sensitivity = sensitivity
         self._opts = opts
         self._most = NEVER
@@ -76,12 +86,14 @@ class Cuts:
         graphs = []
         for graph in self._sensitivity.graphs:
             rows = _rows_of(plans, graph) if plans else {}
-            calls = [
-                call
-                if (bool(rows[call.name].scales) if call.name in rows else most != NEVER and call.fits(most))
-                else replace(call, scales={})
-                for call in graph.calls
-            ]
+            calls = []
+            for call in graph.calls:
+                known = rows.get(call.name)
+                reads = most != NEVER and call.fits(most) if known is None else bool(known.scales)
+                rounds = self._rounds_results if known is None else ADDED in known.scales
+                left_out = set() if rounds else {ADDED}
+                scales = {of: scale for of, scale in call.scales.items() if reads and of not in left_out}
+                calls.append(replace(call, scales=scales))
             graphs.append(replace(graph, calls=calls))
         cuts = copy.copy(self)
         # sides of the first cut are of one capture

@@ -37,8 +37,10 @@ from amp_fx.graphs.values import (
     tensors,
 )
 from amp_fx.instruments.calibration.meter import Key, Meter, Rounding
-from amp_fx.instruments.calibration.operands import attend, convolve, multiply
-from amp_fx.passes.levels.quantise_matmuls import additions_of, is_convolved
+from amp_fx.instruments.calibration.operands import attend, convolve, multiply, try_measured
+from amp_fx.instruments.calibration.ranges import CallId, result_of
+from amp_fx.passes.levels.matmuls import additions_of, convolution_added
+from amp_fx.passes.levels.quantise_matmuls import is_convolved
 from amp_fx.precision.plans.label import Label, label_of
 from amp_fx.precision.plans.sensitivity import slots
 from amp_fx.precision.policy import OpClass
@@ -144,6 +146,9 @@ class _Measured(fx.Interpreter):
                     products.observe(call_id, source, x, weight if linear.by_rows else weight.mT)
             elif label is not None and self._convolves_below(n, label):
                 ranges.observe((self._graph, label.name), args[0])
+            for call_id, value in self._added(n, args):
+                if call_id in ranges.samples:
+                    ranges.observe(result_of(call_id), value)
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         if label is not None and n.target is aten.scaled_dot_product_attention.default:
             return _laid_out(attend(self._meter, (self._graph, label.name), *args, **kwargs), n.meta["val"])
@@ -159,6 +164,9 @@ class _Measured(fx.Interpreter):
             # where others add the value, they read it in uint8, too
             alike = self.env[source] if is_convolved(source) and additions_of(source) else None
             args = (*convolve(self._meter, (self._graph, label.name), args[0], args[1], alike), *args[2:])
+        for call_id, value in self._added(n, args):
+            if (found := result_of(call_id)) in self._meter.ways:
+                try_measured(self._meter, found, value, 0, self._meter.ways[found][0])
         if isinstance(n.target, OpOverload) and (constants := op_row(n).constants):
             # running statistics, weights of classes: no policy rounds these
             names = [argument.name for argument in n.target._schema.arguments]
@@ -188,6 +196,16 @@ class _Measured(fx.Interpreter):
             return False
         known = self._meter.ranges is not None or (self._graph, label.name) in self._meter.ways
         return known and all(map(self._is_read, n.args[:2]))
+
+    def _added(self, n: fx.Node, args: Any) -> list[tuple[CallId, Any]]:
+        """The convolutions whose results the call alone reads, to add them, and these results."""
+        found = []
+        for source, value in zip(n.args, args, strict=True):
+            if isinstance(source, fx.Node) and n in additions_of(source):
+                conv = convolution_added(source)
+                if conv is not None and (label := label_of(conv)) is not None:
+                    found.append(((self._graph, label.name), value))
+        return found
 
     def _is_read(self, operand: Any) -> bool:
         """True where an operand is observed. Of outputs, one that is written to before and after is, as it is then."""

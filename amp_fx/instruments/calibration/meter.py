@@ -23,10 +23,11 @@ from torch import Tensor
 
 from amp_fx.errors import AmpFxError
 from amp_fx.instruments.calibration.equalising import Chosen, Products, Way
-from amp_fx.instruments.calibration.ranges import Ranges, extremes, sample_stride, sampled
+from amp_fx.instruments.calibration.ranges import Ranges, call_with_result, extremes, sample_stride, sampled
 from amp_fx.instruments.reports.advice import FUSED_LAYER, UNFUSED
 from amp_fx.instruments.step import Step, loss_of
 from amp_fx.precision.plans.sensitivity import (
+    ADDED,
     INPUT,
     MEASURED,
     MEASURED_WEIGHT,
@@ -204,9 +205,15 @@ class Meter:
                 row = found.setdefault(name, CallSensitivity(name))
                 row.roles.setdefault(role, {})[operand] = _finite(sensitivity)
         ran = {(number, name) for number, name, *_ in self.tried}
-        for (number, name), chosen in self.chosen.items():
-            if number == graph and (number, name) in ran:
-                self._add_chosen(found.setdefault(name, CallSensitivity(name)), (number, name), chosen)
+        for call, chosen in self.chosen.items():
+            if call[0] != graph or call not in ran:
+                continue
+            if (added := call_with_result(call)) is None:
+                self._add_chosen(found.setdefault(call[1], CallSensitivity(call[1])), call, chosen)
+            elif added in ran and (scale := chosen[MEASURED].scale) is not None:
+                row = found.setdefault(added[1], CallSensitivity(added[1]))
+                row.roles.setdefault(FORWARD, {})[ADDED] = _finite(self.tried[(*call, MEASURED, 0)])
+                row.scales[ADDED] = scale
         return list(found.values())
 
     def _add_chosen(self, row: CallSensitivity, call: tuple[int, str], chosen: Chosen) -> None:

@@ -121,7 +121,7 @@ def convolve(
     x, rows = x.view_as(x), weight.flatten(1)
     read = x if read_by_all is None else read_by_all
     rows = rows.view_as(rows)
-    _try_measured(meter, call_id, read, 0, meter.ways[call_id][0])
+    try_measured(meter, call_id, read, 0, meter.ways[call_id][0])
     _try_scaled(meter, call_id, rows, "weight", 0, (), in_rows=True)
     return x, rows.view_as(weight)
 
@@ -136,7 +136,7 @@ def _read_in_ways(
         _try_scaled(
             meter, call_id, weight, "weight", at, tuple(-each for each in way.exponents), in_rows=by_rows
         )
-        _try_measured(meter, call_id, x, at, way)
+        try_measured(meter, call_id, x, at, way)
     return x, weight
 
 
@@ -156,7 +156,7 @@ def _try_scaled(
     meter.weigh(alias, meter.tried, (*call_id, operand, at), error, stride)
 
 
-def _try_measured(meter: Meter, call_id: CallId, alias: Tensor, at: int, way: Way) -> None:
+def try_measured(meter: Meter, call_id: CallId, alias: Tensor, at: int, way: Way) -> None:
     """Observes what a value costs by the scale that was measured for it, once its channels are divided."""
     if way.scale is None:
         return

@@ -31,10 +31,23 @@ _LEAST = 2.0**-100
 #: graph, name of the call
 CallId = tuple[int, str]
 
+#: in front of the name of a call: its result
+_RESULT = "result of "
+
+
+def result_of(call: CallId) -> CallId:
+    """What stands for the result of a call beside the calls."""
+    return call[0], f"{_RESULT}{call[1]}"
+
+
+def call_with_result(call: CallId) -> CallId | None:
+    """The call whose result this stands for, see :func:`result_of`; None for a call."""
+    return (call[0], call[1].removeprefix(_RESULT)) if call[1].startswith(_RESULT) else None
+
 
 @dataclass
 class Ranges:
-    """The range of the first argument of each call that may run in int8, over all batches."""
+    """The range of the first argument of each call that may run in int8, and of results, over all batches."""
 
     lowest: dict[CallId, float] = field(default_factory=dict)
     highest: dict[CallId, float] = field(default_factory=dict)

@@ -65,7 +65,8 @@ class NodePlan(Label):
         levels: of a matmul where a policy below 16 bits has chosen: role -> the level in which it multiplies,
             ``{"forward": "rowwise", "gradient of its input": "bfloat16", ...}``.
         scales: of a matmul in int8 whose scales were measured: ``{"input": (scale, zero point)}``, so that a value is
-            ``(byte - zero point) * scale``; else every row has the scale that it needs.
+            ``(byte - zero point) * scale``; else every row has the scale that it needs. With ``"result"``, of a
+            convolution that is added, the result is rounded so on its way to the addition.
         equalisation: of a matmul in int8 whose input has a few large channels: of each channel the exponent of the
             power of two that the input is divided by, and the weight multiplied; else empty.
     """

@@ -40,6 +40,8 @@ INSIDE = PROBABILITIES, SCORES, RESULT = "probabilities", "scores", "stored resu
 INPUT, MEASURED = "input", "input by a measured scale"
 #: the weight beside it; the second only where the two are equalised in other ways
 WEIGHT, MEASURED_WEIGHT = "weight", "weight beside a measured scale"
+#: the result of a convolution that is added, in uint8 by a measured scale
+ADDED = "result"
 
 
 @dataclass
@@ -65,7 +67,8 @@ class CallSensitivity:
     #: ``"input"``, ``"weight"`` or ``"gradient"`` -> sensitivity if this matmul reads it so; empty where that was not
     #: measured
     roles: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    #: scale and zero point by which the input was measured in uint8, under :data:`INPUT`
+    #: scale and zero point by which the input was measured in uint8, under :data:`INPUT`, and under :data:`ADDED` the
+    #: result, for who rounds that
     scales: dict[str, tuple[float, int]] = field(default_factory=dict)
     #: exponents of two, one for each contracted channel, by which the input is divided and the weight multiplied where
     #: scales are found in each call, and where they were measured: under :data:`INPUT` and :data:`MEASURED`
@@ -86,9 +89,10 @@ class CallSensitivity:
 
     def operands(self, role: str, *, measured: bool) -> dict[str, float | None]:
         """The squared relative error of a matmul of the call, by operand; ``measured``: it reads by measured scales."""
-        operands, left_out = self.roles[role], {MEASURED, MEASURED_WEIGHT}
+        operands, left_out = self.roles[role], {MEASURED, MEASURED_WEIGHT, ADDED}
         if measured and role == FORWARD:
             left_out = {INPUT, WEIGHT} if MEASURED_WEIGHT in operands else {INPUT}
+            left_out |= {ADDED} - self.scales.keys()
         return {operand: found for operand, found in operands.items() if operand not in left_out}
 
     def below(self, role: str) -> float:
