@@ -110,7 +110,7 @@ def engine_sections(folder: Path) -> dict[str, str]:
 
 def _files(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     """Times, sizes and errors of files in the engines that they are written for, one table for a machine."""
-    where = f"{head['processor']}, {head['threads']} threads, torch {head['torch']}"
+    where = f"{head['processor']}, threads: {head['threads']}, torch {head['torch']}"
     versions = f"onnxruntime {head['onnxruntime']}, OpenVINO {head['openvino']}"
     return f"{engine_files.table(rows)}\n\n({where}, {versions}; `python -m benchmarks engines_files`)"
 
