@@ -65,7 +65,7 @@ def made(name: str, folder: Path) -> dict[str, Any]:
     known = folder / f"{name}.json"
     if known.exists():
         return dict(json.loads(known.read_text(encoding="utf-8")))
-    model, batch, exact = _model(name)
+    model, batch, exact = model_of(name)
     found: dict[str, Any] = {}
     for number, (engine, file, options) in enumerate(files_of(model, batch)):
         path = folder / f"{name}_{number}.onnx"
@@ -79,7 +79,7 @@ def made(name: str, folder: Path) -> dict[str, Any]:
 def rows(name: str, rounds: int, folder: Path) -> list[TimingRow]:
     """Every file of a model, in its engine."""
     files = made(name, folder)
-    _, batch, exact = _model(name)
+    _, batch, exact = model_of(name)
     calls = {file: runner(engine, folder / file, batch) for file, (engine, *_) in files.items()}
     errors = {file: _error(torch.from_numpy(call()), exact) for file, call in calls.items()}
     times: dict[str, list[float]] = {file: [] for file in calls}
@@ -104,7 +104,7 @@ def rows(name: str, rounds: int, folder: Path) -> list[TimingRow]:
     ]
 
 
-def _model(name: str) -> tuple[nn.Module, Batch, Tensor]:
+def model_of(name: str) -> tuple[nn.Module, Batch, Tensor]:
     """A model with its batch, and its results in fp64."""
     case = CASES[f"engines_{name}"]
     workload = build_workload(name, case.build, **dict(case.cpu or {}))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import CalibratedPlan, Calibration, PlanError
-from amp_fx.precision.plans.sensitivity import ADDED, INPUT, MEASURED
+from amp_fx.precision.plans.sensitivity import ADDED, INPUT, MEASURED, as_number
 from amp_fx.precision.policy.levels import FORWARD
 from support.models.calibrated import calibrated, compiled, wrong
 from support.models.small import Parts
@@ -70,7 +70,7 @@ def test_what_rounding_a_result_adds_is_measured_and_is_in_plans_for_onnxruntime
     for call in calls:
         assert (ADDED in call.roles[FORWARD]) == (ADDED in call.scales)
         # the result is rounded to as many steps as the value
-        assert call.roles[FORWARD].get(ADDED, 1e-9) < 100 * call.roles[FORWARD][MEASURED]
+        assert as_number(call.roles[FORWARD].get(ADDED, 0.0)) < 100 * as_number(call.roles[FORWARD][MEASURED])
     assert [ADDED in row.scales for row in _convolutions(plan)] == [*SUMMED, False]
     for engine in (None, "openvino"):
         other = found.plan(budget=100, verify=False, engine=engine)

@@ -58,7 +58,7 @@ def test_one_command_times_files_that_a_folder_has_and_writes_the_rows(
 
     monkeypatch.setattr(engine_files, "runner", run)
     monkeypatch.setattr(engine_files, "files_of", files_of)
-    monkeypatch.setattr(engine_files, "_model", lambda name: (net, {"input": x}, torch.ones(1, 8).double()))
+    monkeypatch.setattr(engine_files, "model_of", lambda name: (net, {"input": x}, torch.ones(1, 8).double()))
     monkeypatch.setattr("amp_fx.export_onnx", export)
     net, x = torch.nn.Linear(4, 8).eval(), torch.ones(1, 4)
     given = ["engines_files", "--only", "vit", "--rounds", "2", "--files", str(tmp_path)]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
-from amp_fx.passes.levels.place_levels import last_calls
 from amp_fx.passes.levels.matmuls import additions_of
+from amp_fx.passes.levels.place_levels import last_calls
 from amp_fx.precision.placement.cost import CostModel
 from support.tracing.captured_graphs import captured
 
