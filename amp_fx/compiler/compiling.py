@@ -50,6 +50,7 @@ from amp_fx.passes import (
     run_in_order,
 )
 from amp_fx.passes.base import mark_where
+from amp_fx.passes.forward.choose_attention import keep_whole
 from amp_fx.precision.placement.attention import SCORES_AT_ONCE
 from amp_fx.precision.plans.plan import Plan
 from amp_fx.precision.plans.reading import is_heard
@@ -274,6 +275,7 @@ def lower(
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
     wide_results = mark_where(gm, RESULT_MARK, lambda label: label.result_dtype)
     attention = mark_where(gm, ATTENTION_MARK, lambda label: label.computed_by)
+    keep_whole(gm, dict(attention))
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
     devices = graph_devices(gm)

@@ -73,9 +73,12 @@ def run_fake(node: fx.Node, mode: FakeTensorMode | None = None) -> Any:
         raise VerifyError(f"{call} does not run: {error} [{where(node)}]") from error
 
 
-def trace_fake(function: Callable[..., Any], args: Sequence[fx.Node]) -> fx.GraphModule:
-    """The graph of a function of the fake values of nodes, autocast and gradients off, by Inductor's decompositions."""
-    values = [node.meta["val"] for node in args]
+def trace_fake(function: Callable[..., Any], args: Sequence[fx.Node | None]) -> fx.GraphModule:
+    """The graph of a function of the fake values of nodes, autocast and gradients off, by Inductor's decompositions.
+
+    The first argument is a node; None stands for an argument that is None.
+    """
+    values: list[Any] = [None if node is None else node.meta["val"] for node in args]
     with _on_fakes(values[0].fake_mode, autocast_disabled()):
         return make_fx(function, inductor_decompositions())(*values)
 

@@ -88,12 +88,12 @@ class Rewriter:
 
     __call__ = call
 
-    def trace(self, function: Callable[..., Any], *args: fx.Node, **constants: Any) -> Any:
+    def trace(self, function: Callable[..., Any], *args: fx.Node | None, **constants: Any) -> Any:
         """Adds the calls by which a function of tensors computes its results, decomposed as Inductor's graphs are.
 
         Args:
             function: of the values of ``args``, in plain PyTorch.
-            *args: its positional arguments; sizes may be symbolic.
+            *args: its positional arguments, None but for the first where it takes None; sizes may be symbolic.
             **constants: its keyword arguments.
 
         Returns:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from amp_fx._torch import write_as_it_is
+from amp_fx._torch import size_hint, write_as_it_is
 from amp_fx.graphs.calls import args_of, argument_value, readers
 from amp_fx.graphs.keys import ATTENTION_MARK
 from amp_fx.graphs.rewriter import Rewriter
@@ -19,8 +20,16 @@ from amp_fx.precision.placement.attention import heads_at_once
 
 aten = torch.ops.aten
 
-_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
-_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+#: op that stands for a call of attention -> the op that stands for its backward. On a CPU, the second pair is what
+#: :func:`amp_fx.passes.forward.choose_attention.keep_whole` has written
+_CALLS = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    ),
+    aten._scaled_dot_product_efficient_attention.default: (
+        aten._scaled_dot_product_efficient_attention_backward.default
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -57,14 +66,14 @@ class Attend(Pass):
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         written, computed_by = 0, dict(self.computed_by)
-        for flash in gm.graph.find_nodes(op="call_function", target=_FLASH):
-            how = computed_by.get(marked(flash, ATTENTION_MARK) or "", "flash")
+        for call in [node for node in gm.graph.nodes if node.target in _CALLS]:
+            how = computed_by.get(marked(call, ATTENTION_MARK) or "", "flash")
             # by the second result, the logarithms of the sums of exponentials, which nothing else reads
-            sums = [item for item in flash.users if item.args[1] == 1]
+            sums = [item for item in call.users if item.args[1] == 1]
             found = [reader for item in sums for reader in readers(item, _passes_on)]
             backwards = [reader for reader in found if not _passes_on(reader)]
-            if how.startswith("products") and all(node.target is _FLASH_BACKWARD for node in backwards):
-                _write(flash, backwards, low_scores=how == "products_low", at_once=self.at_once)
+            if how.startswith("products") and all(node.target is _CALLS[call.target] for node in backwards):
+                _write(call, backwards, low_scores=how == "products_low", at_once=self.at_once)
                 written += 1
         # what was traced has calls that nothing reads, such as probabilities without a backward
         if written:
@@ -77,18 +86,23 @@ def _passes_on(node: fx.Node) -> bool:
     return node.target in (aten.alias.default, aten.detach.default)
 
 
-def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_once: int | None) -> None:
+def _write(call: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_once: int | None) -> None:
     """Has all readers of the kernel's result, and of its backwards' results, read those of products."""
-    write = Rewriter(flash.graph, captured=False)
-    query, key, value = args_of(flash)[:3]
-    _, heads, queries, width = query.meta["val"].shape
-    scale, mask = argument_value(flash, "scale"), argument_value(flash, "attn_mask")
-    scale = 1 / math.sqrt(width) if scale is None else scale
-    how = {"scale": scale, "is_causal": bool(argument_value(flash, "is_causal")), "low_scores": low_scores}
-    how["at_once"] = None if queries == 1 else at_once
-    masks = [] if mask is None else [mask]
-    with write.before(flash):
-        if queries == 1:
+    write = Rewriter(call.graph, captured=False)
+    query, key, value = args_of(call)[:3]
+    _, heads, queries, width = sizes = query.meta["val"].shape
+    scale = argument_value(call, "scale")
+    mask = argument_value(call, "attn_mask") or argument_value(call, "attn_bias")
+    is_known = all(isinstance(size, int) for size in (*sizes, key.meta["val"].shape[-2]))
+    how = {
+        "scale": 1 / math.sqrt(width) if scale is None else scale,
+        "is_causal": bool(argument_value(call, "is_causal")),
+        "low_scores": low_scores,
+        "at_once": at_once if is_known and queries != 1 else None,
+        "dropout": argument_value(call, "dropout_p") or 0.0,
+    }
+    with write.before(call):
+        if isinstance(queries, int) and queries == 1:
             # Inductor reads the keys once, where they lie, and adds up in fp32
             query, key = write.cast(query, torch.float32), write.cast(key, torch.float32)
             # once, too: it would be worked out for each key, with its rotary embedding
@@ -98,45 +112,57 @@ def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_onc
             if len(shape) < 3 or shape[-3] == 1:
                 # all heads have the same, which would be worked out for each score, twice
                 write_as_it_is(mask)
-        statistics, out = write.trace(
-            products, query, key, value, *masks, **how, like=flash.meta["val"][0]
-        )  # fmt: skip
-    made = {(flash, 0): out}
+        statistics, out, kept = write.trace(
+            products, query, key, value, mask, **how, like=call.meta["val"][0]
+        )
+    made = {(call, 0): out}
     for backward in backwards:
+        of_mask = argument_value(backward, "grad_input_mask") or [False]
         with write.before(backward):
-            operands = *args_of(backward)[:4], statistics, out, *masks
-            of_operands = write.trace(gradients, *operands, **how, like=backward.meta["val"])
+            operands = *args_of(backward)[:4], statistics, out, mask, kept
+            of_operands = write.trace(
+                gradients, *operands, **how, like=backward.meta["val"], of_mask=of_mask[-1]
+            )
         made |= {(backward, at): node for at, node in enumerate(of_operands)}
-    for (call, at), node in made.items():
-        for item in [item for item in call.users if item.args[1] == at]:
+    for (source, at), node in made.items():
+        for item in [item for item in source.users if item.args[1] == at]:
             item.replace_all_uses_with(node)
     # results, aliases, backwards; by hand: the kernel may draw numbers, and such calls stay though nothing reads them
-    gone = {flash, *readers(flash, lambda _: True)}
-    for node in [node for node in reversed(flash.graph.nodes) if node in gone]:
-        flash.graph.erase_node(node)
+    gone = {call, *readers(call, lambda _: True)}
+    for node in [node for node in reversed(call.graph.nodes) if node in gone]:
+        call.graph.erase_node(node)
 
 
 def products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
-    *, scale: float, is_causal: bool, low_scores: bool, at_once: int | None, like: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention, to be traced: statistics of each row, and what the kernel returns.
+    *, scale: float, is_causal: bool, low_scores: bool, at_once: int | None, dropout: float, like: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Attention, to be traced: statistics of each row, what the kernel returns, and which probabilities are kept.
 
     Operands are ``[batch, heads, rows, width]``. Query and key are in fp32 where the query is a single one; one head of
     key and value may be for several of the query. The statistics, ``[batch * heads, rows, 2]`` in fp32,
-    are the largest score and 1 over the sum of exponentials of what is below it. ``at_once`` are the scores of a block
+    are the largest score and 1 over the sum of exponentials of what is below it. With ``dropout``, the share of the
+    probabilities that are dropped, the last result has a bool for each score. ``at_once`` are the scores of a block
     of heads, None: all; ``like`` has the kernel's result.
     """
-    heads = query.shape[1]
-    operands = [_matrices(each, heads) for each in (query, key, value)]
-    operands += [] if mask is None else [_mask(mask, query, key)]
+    heads, kept = query.shape[1], None
+    operands: list[Tensor | None] = [_matrices(each, heads) for each in (query, key, value)]
+    operands += [None if mask is None else _mask(mask, query, key)]
+    if dropout:
+        rows, columns = query.shape[-2], key.shape[-2]
+        kept = torch.rand(query.shape[0] * heads, rows, columns, device=query.device) > dropout
     sums, outs = [], []
-    for q, k, v, *masks in _blocks(operands, at_once):
+    for q, k, v, m, kept_here in _blocks([*operands, kept], at_once):
         scores = _scores(q, k.mT, low_scores)
-        probabilities, statistics = _softmax(scores, *masks, scale=scale, is_causal=is_causal)
+        probabilities, statistics = _softmax(scores, m, scale=scale, is_causal=is_causal)
         sums.append(statistics)
-        outs.append(torch.bmm(probabilities.to(v.dtype), v))
-    return _joined(sums), _laid_out(_joined(outs), like)
+        outs.append(torch.bmm(_dropped(probabilities, kept_here, dropout).to(v.dtype), v))
+    return _joined(sums), _laid_out(_joined(outs), query.shape, like), kept
+
+
+def _dropped(values: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
+    """What dropout leaves of values, so that their mean stays; its backward is the same."""
+    return values if kept is None else values * kept * (1 / (1 - dropout) if dropout < 1 else 0.0)
 
 
 def _softmax(
@@ -165,44 +191,59 @@ def _softmax(
 
 def gradients(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, statistics: Tensor, out: Tensor,
-    mask: Tensor | None = None,
-    *, scale: float, is_causal: bool, low_scores: bool, at_once: int | None, like: Sequence[Tensor],
+    mask: Tensor | None = None, kept: Tensor | None = None,
+    *, scale: float, is_causal: bool, low_scores: bool, at_once: int | None, dropout: float, like: Sequence[Any],
+    of_mask: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of query, key and value, to be traced; ``statistics`` and ``out`` are :func:`products`'s.
+    """The gradients of query, key, value, and the mask's with ``of_mask``, to be traced.
 
-    Probabilities are computed again, with a row for each key: a call that stands in the forward, too, would be one with
-    that of the forward, and its result would be kept.
+    ``statistics``, ``out`` and ``kept`` are :func:`products`'s. Probabilities are computed again, with a row for each
+    key: a call that stands in the forward, too, would be one with that of the forward, and its result would be kept.
     """
     heads = query.shape[1]
-    operands = [_matrices(each, heads) for each in (query, key, value, gradient)]
+    operands: list[Tensor | None] = [_matrices(each, heads) for each in (query, key, value, gradient)]
     row = (gradient.float() * out.float()).sum(-1).view(*statistics.shape[:2], 1)
-    operands += [statistics, row] if mask is None else [statistics, row, _mask(mask, query, key)]
+    operands += [statistics, row, None if mask is None else _mask(mask, query, key), kept]
     # three values are there of each score, where the forward has one
     at_once = None if at_once is None else at_once // 3
-    made: list[list[Tensor]] = [[], [], []]
-    for q, k, v, g, of_rows, total, *masks in _blocks(operands, at_once):
+    made: list[list[Tensor]] = [[] for _ in range(3 + of_mask)]
+    for q, k, v, g, of_rows, total, m, kept_here in _blocks(operands, at_once):
         scores = _scores(k, q.mT, low_scores) * scale
-        scores = scores if not masks else scores + masks[0].mT
+        scores = scores if m is None else scores + m.mT
         if is_causal:
             rows, columns = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
             scores = scores.where(rows[:, None] <= columns, -math.inf)
         largest, shares = of_rows.mT.split(1, -2)
         probabilities = (scores - largest).exp() * shares
-        of_value = torch.bmm(probabilities.to(v.dtype), g)
-        of_scores = (probabilities * (_exact_product(v, g.mT) - total.mT) * scale).to(v.dtype)
-        for parts, part in zip(
-            made, (torch.bmm(of_scores.mT, k), torch.bmm(of_scores, q), of_value), strict=True
-        ):
-            parts.append(part)
-    return [_laid_out(_joined(parts), one) for parts, one in zip(made, like, strict=True)]
+        kept_here = None if kept_here is None else kept_here.mT
+        of_value = torch.bmm(_dropped(probabilities, kept_here, dropout).to(v.dtype), g)
+        of_probabilities = _dropped(_exact_product(v, g.mT), kept_here, dropout)
+        of_scores = probabilities * (of_probabilities - total.mT)
+        low = (of_scores * scale).to(v.dtype)
+        parts = [torch.bmm(low.mT, k), torch.bmm(low, q), of_value, *([of_scores.mT] if of_mask else [])]
+        for found, part in zip(made, parts, strict=True):
+            found.append(part)
+    joined = [_joined(parts) for parts in made]
+    shapes = [each.shape for each in (query, key, value)]
+    results = [_laid_out(*each) for each in zip(joined[:3], shapes, like[:3], strict=True)]
+    if of_mask and mask is not None:
+        shape = *query.shape[:3], key.shape[-2]
+        results.append(joined[3].view(shape).sum_to_size(mask.shape).to(mask.dtype))
+    return results
 
 
-def _blocks(operands: list[Tensor], at_once: int | None) -> Iterator[list[Tensor]]:
-    """Blocks of heads with about ``at_once`` scores of the first operand's rows and the second's; None: one block."""
+def _blocks(operands: list[Any], at_once: int | None) -> Iterator[list[Any]]:
+    """Blocks of heads with about ``at_once`` scores of the first operand's rows and the second's; None: one block.
+
+    In place of an operand may stand None.
+    """
+    if at_once is None:
+        yield operands
+        return
     count, scores = len(operands[0]), operands[0].shape[1] * operands[1].shape[1]
-    size = count if at_once is None else heads_at_once(count, scores, at_once)
+    size = heads_at_once(count, scores, at_once)
     for start in range(0, count, size):
-        yield [each[start : start + size] for each in operands]
+        yield [None if each is None else each[start : start + size] for each in operands]
 
 
 def _joined(blocks: list[Tensor]) -> Tensor:
@@ -230,16 +271,18 @@ def _matrices(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask that is added, as ``[batch * heads, queries, keys]`` in fp32."""
+    """The mask that is added, as ``[batch * heads, queries, keys]`` in fp32; bools say what is seen."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros((), device=mask.device).where(mask, -math.inf)
     return mask.float().expand(*query.shape[:3], key.shape[-2]).flatten(0, 1)
 
 
-def _laid_out(matrices: Tensor, like: Tensor) -> Tensor:
+def _laid_out(matrices: Tensor, shape: Sequence[Any], like: Tensor) -> Tensor:
     """Matrices as the kernel returns them: four dimensions, in the order of its strides."""
-    batch, heads, *matrix = like.shape
-    if matrices.shape[0] > batch * heads:
+    batch, heads, *matrix = shape
+    if isinstance(heads, int) and isinstance(batch, int) and matrices.shape[0] > batch * heads:
         # a head that several have read: their gradients are added in fp32
         matrices = matrices.view(batch, heads, -1, *matrix).float().sum(2).to(like.dtype)
-    order = sorted(range(4), key=lambda dim: -like.stride(dim))
-    laid_out = matrices.view(like.shape).permute(order).contiguous()
+    order = sorted(range(4), key=lambda dim: -size_hint(like.stride(dim)))
+    laid_out = matrices.view(shape).permute(order).contiguous()
     return laid_out.permute([order.index(dim) for dim in range(4)])

@@ -123,6 +123,17 @@ def operands(node: fx.Node) -> list[torch.Tensor]:
     return [source.meta["val"] for source in node.args[:3] if isinstance(source, fx.Node)]
 
 
+def without_kernel(node: fx.Node, *, training: bool) -> ReasonKind | None:
+    """Why torch takes no kernel for a call in training on a CPU, and writes products in fp32 instead; None: it may."""
+    if not training:
+        return None
+    if argument_value(node, "dropout_p"):
+        return ReasonKind.DROPOUT
+    mask = argument_value(node, "attn_mask")
+    is_learned = isinstance(mask, fx.Node) and any(map(is_parameter, graph_inputs_of(mask)))
+    return ReasonKind.LEARNED_MASK if is_learned and mask.meta["val"].is_floating_point() else None
+
+
 def refusal(node: fx.Node, *, training: bool) -> ReasonKind | None:
     """Why the products cannot compute a call, or nothing gains by it."""
     query, key, value = values = operands(node)
@@ -134,15 +145,10 @@ def refusal(node: fx.Node, *, training: bool) -> ReasonKind | None:
     # the number of keys may be anything
     ends = [-1] if is_single and not argument_value(node, "is_causal") else [-2, -1]
     sizes = [size for tensor in values for size in (*tensor.shape[:2], *(tensor.shape[end] for end in ends))]
-    if not all(isinstance(size, int) for size in sizes):
+    if not all(isinstance(size, int) for size in sizes) and not without_kernel(node, training=training):
         return ReasonKind.UNKNOWN_SIZES
     if any(isinstance(size, int) and size == 0 for tensor in values for size in tensor.shape):
         return ReasonKind.EMPTY
-    if argument_value(node, "dropout_p"):
+    if argument_value(node, "dropout_p") and not training:
         return ReasonKind.DROPOUT
-    mask = argument_value(node, "attn_mask")
-    is_learned = isinstance(mask, fx.Node) and any(map(is_parameter, graph_inputs_of(mask)))
-    if training and is_learned and mask.meta["val"].is_floating_point():
-        # then torch takes neither: it writes products itself
-        return ReasonKind.LEARNED_MASK
     return None if query.shape[-1] == key.shape[-1] == value.shape[-1] else ReasonKind.UNEQUAL_WIDTHS

@@ -68,14 +68,13 @@ def test_short_sequences_take_two_products_and_long_ones_the_flash_kernel() -> N
     ("query", "how", "why"),
     [
         (heads(2, 4, 1, 32), {}, ReasonKind.QUERY_IN_TRAINING),
-        (heads(2, 4, 64, 32), {"dropout_p": 0.1}, ReasonKind.DROPOUT),
         (torch.randn(4, 64, 32), {}, ReasonKind.NO_HEADS),
         (heads(0, 4, 64, 32), {}, ReasonKind.EMPTY),
         (heads(2, 4, 64, 32), {"numerics": "eager"}, ReasonKind.AS_EAGER),
         (heads(2, 4, 64, 32), {}, ReasonKind.NO_RATES),
         (heads(2, 4, 64, 32), {"policy": by_rule("flash")}, ReasonKind.RULE),
     ],
-    ids=["one query", "dropout", "three dimensions", "empty", "eager numerics", "no profile", "a rule"],
+    ids=["one query", "three dimensions", "empty", "eager numerics", "no profile", "a rule"],
 )
 def test_the_flash_kernel_stays_and_the_plan_says_why(
     query: Tensor, how: dict[str, Any], why: ReasonKind
