@@ -35,6 +35,7 @@ from amp_fx.compiler.settings import Options
 from amp_fx.errors import PassError
 from amp_fx.graphs.calls import add_input, convolves, dotted_path
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
+from amp_fx.graphs.inputs import differentiates
 from amp_fx.graphs.keys import ATTENTION_MARK, LEVEL, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
 from amp_fx.graphs.values import graph_devices, raises, writes_to_shared_inputs
@@ -101,9 +102,7 @@ class Invocation:
 
     def __post_init__(self) -> None:
         # the graph will be differentiated; fake values do not say whether they require a gradient
-        self.training = torch.is_grad_enabled() and any(
-            value.requires_grad for value in self.example_inputs if isinstance(value, torch.Tensor)
-        )
+        self.training = differentiates(self.example_inputs)
         regions = self.ambient.values()
         # under the user's own autocast in fp16 the user owns the scaling, too
         self.is_scaled_by_user = not any(r.dtype is torch.float16 and not r.by_user for r in regions)
@@ -275,7 +274,8 @@ def lower(
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
     wide_results = mark_where(gm, RESULT_MARK, lambda label: label.result_dtype)
     attention = mark_where(gm, ATTENTION_MARK, lambda label: label.computed_by)
-    keep_whole(gm, dict(attention))
+    if differentiates(example_inputs):
+        keep_whole(gm, dict(attention))
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
     devices = graph_devices(gm)

@@ -1,4 +1,4 @@
-"""Inputs of a graph and weights in dtypes that a program in mixed precision does not mean.
+"""Inputs of a graph: whether they want gradients, and which have dtypes that mixed precision does not mean.
 
 Kernels refuse fp64 and integers beside weights in fp32, and their messages name dtypes that the program does not have.
 Weights in the other 16-bit dtype have been rounded once already.
@@ -7,6 +7,7 @@ Weights in the other 16-bit dtype have been rounded once already.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from amp_fx.graphs.values import LOW_DTYPES, PLACED_DTYPES, is_eligible
 
 #: names of Dynamo's inputs: L_x_, L_kwargs_ids_
 _PLACEHOLDER = re.compile(r"l_(?:kwargs_)?(\w+?)_?$", re.IGNORECASE)
+
+
+def differentiates(inputs: Iterable[Any]) -> bool:
+    """Whether a graph will be differentiated that is called so with such values; fake ones do not say it."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs if isinstance(x, torch.Tensor))
 
 
 def refuse_inputs(gm: fx.GraphModule) -> None:

@@ -20,12 +20,11 @@ from amp_fx.precision.placement.attention import heads_at_once
 
 aten = torch.ops.aten
 
+_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 #: op that stands for a call of attention -> the op that stands for its backward. On a CPU, the second pair is what
 #: :func:`amp_fx.passes.forward.choose_attention.keep_whole` has written
 _CALLS = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    ),
+    _FLASH: aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._scaled_dot_product_efficient_attention.default: (
         aten._scaled_dot_product_efficient_attention_backward.default
     ),
@@ -119,7 +118,9 @@ def _write(call: fx.Node, backwards: list[fx.Node], *, low_scores: bool, at_once
     for backward in backwards:
         of_mask = argument_value(backward, "grad_input_mask") or [False]
         with write.before(backward):
-            operands = *args_of(backward)[:4], statistics, out, mask, kept
+            # the kernel has these numbers; torch's own products have those that rounding the result does not touch
+            of_rows = out if call.target is _FLASH else None
+            operands = *args_of(backward)[:4], statistics, of_rows, mask, kept
             of_operands = write.trace(
                 gradients, *operands, **how, like=backward.meta["val"], of_mask=of_mask[-1]
             )
@@ -149,8 +150,9 @@ def products(
     operands: list[Tensor | None] = [_matrices(each, heads) for each in (query, key, value)]
     operands += [None if mask is None else _mask(mask, query, key)]
     if dropout:
-        rows, columns = query.shape[-2], key.shape[-2]
-        kept = torch.rand(query.shape[0] * heads, rows, columns, device=query.device) > dropout
+        # as torch draws them, also where Inductor is to draw as eager PyTorch does
+        ones = torch.ones(query.shape[0] * heads, query.shape[-2], key.shape[-2], device=query.device)
+        _, kept = aten.native_dropout(ones, dropout, True)
     sums, outs = [], []
     for q, k, v, m, kept_here in _blocks([*operands, kept], at_once):
         scores = _scores(q, k.mT, low_scores)
@@ -190,19 +192,20 @@ def _softmax(
 
 
 def gradients(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, statistics: Tensor, out: Tensor,
-    mask: Tensor | None = None, kept: Tensor | None = None,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, statistics: Tensor,
+    out: Tensor | None, mask: Tensor | None, kept: Tensor | None,
     *, scale: float, is_causal: bool, low_scores: bool, at_once: int | None, dropout: float, like: Sequence[Any],
     of_mask: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of query, key, value, and the mask's with ``of_mask``, to be traced.
 
-    ``statistics``, ``out`` and ``kept`` are :func:`products`'s. Probabilities are computed again, with a row for each
+    ``statistics``, ``out`` and ``kept`` are :func:`products`'s. With ``out``, what is subtracted from the gradients of
+    a row's probabilities is computed from it, as in the kernel, else from them, in fp32. Probabilities are computed again, with a row for each
     key: a call that stands in the forward, too, would be one with that of the forward, and its result would be kept.
     """
     heads = query.shape[1]
     operands: list[Tensor | None] = [_matrices(each, heads) for each in (query, key, value, gradient)]
-    row = (gradient.float() * out.float()).sum(-1).view(*statistics.shape[:2], 1)
+    row = None if out is None else (gradient.float() * out.float()).sum(-1).view(*statistics.shape[:2], 1)
     operands += [statistics, row, None if mask is None else _mask(mask, query, key), kept]
     # three values are there of each score, where the forward has one
     at_once = None if at_once is None else at_once // 3
@@ -218,6 +221,8 @@ def gradients(
         kept_here = None if kept_here is None else kept_here.mT
         of_value = torch.bmm(_dropped(probabilities, kept_here, dropout).to(v.dtype), g)
         of_probabilities = _dropped(_exact_product(v, g.mT), kept_here, dropout)
+        if total is None:
+            total = (probabilities * of_probabilities).sum(-2, keepdim=True).mT
         of_scores = probabilities * (of_probabilities - total.mT)
         low = (of_scores * scale).to(v.dtype)
         parts = [torch.bmm(low.mT, k), torch.bmm(low, q), of_value, *([of_scores.mT] if of_mask else [])]
