@@ -75,24 +75,32 @@ def _inputs_checked(ep: torch.export.ExportedProgram) -> Iterator[None]:
 
     AOTInductor writes the comparisons, and by default skips them when the package runs: an input of another size was
     read as one of the size that the package was made for, or beyond its end. A least size of 2 is that of tracing,
-    which takes 1 for a constant, and not one of the program: no least size is compared where the program states none.
+    which takes 1 for a constant, and not one of the program: of each size the least is compared that the program states.
     """
     from torch._inductor import config
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+    from torch._inductor.virtualized import V
+    from torch.utils._sympy.value_ranges import ValueRanges
 
     original = CppWrapperCpu.generate_input_output_runtime_checks
 
     def generate(self: CppWrapperCpu) -> None:
-        original(self)
+        traced, stated = V.graph.sizevars.shape_env.var_to_range, ep.range_constraints
+        # the largest are compared as they are
+        ranges = {
+            size: ValueRanges(stated[size].lower if size in stated else 0, known.upper)
+            for size, known in traced.items()
+        }
+        with mock.patch.dict(traced, ranges):
+            original(self)
         lines = self.prefix._lines
         for at, line in enumerate(lines):
             if isinstance(line, str) and "env_var_value != nullptr && " in line:
                 lines[at] = line.replace("!= nullptr && ", "== nullptr || ")
 
-    states_least = any(sizes.lower > 1 for sizes in ep.range_constraints.values())
     with (
         mock.patch.object(CppWrapperCpu, "generate_input_output_runtime_checks", generate),
-        config.patch({"aot_inductor.check_lowerbound": states_least}),
+        config.patch({"aot_inductor.check_lowerbound": True}),
     ):
         yield
 

@@ -200,6 +200,16 @@ def test_a_package_refuses_what_it_was_not_made_for(case: Exported, folder: Path
             run(other)
 
 
+def test_a_package_compares_a_size_with_the_least_that_the_program_states_for_it(tmp_path: Path) -> None:
+    """Read from C++ code that nobody compiles. Tracing takes 2 for the least of the batch, which states none."""
+    model, x = Parts(lambda m, x: m.net(x).sum(1), net=nn.Linear(8, 8)).eval(), torch.randn(6, 9, 8)
+    program = amp_fx.export(model, (x,), dynamic_shapes=(({0: Dim("batch"), 1: Dim("rows", min=4)},),))
+    path = str(tmp_path / "package.pt2")
+    amp_fx.package(program, path, inductor_configs={"aot_inductor.package_cpp_only": True})
+    least = dict(re.findall(r"_size\[(\d)\] < (\d+)", _code(Path(path))))
+    assert least == {"0": "0", "1": "4"}
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_no_kernel_of_a_package_casts_a_weight(case: Exported, folder: Path, name: str) -> None:
     """Read from the C++ code in the package. Only the table of positions, which is looked up, is fp32."""
