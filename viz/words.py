@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from amp_fx.errors import PlanError
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.precision.plans.label import Reason, ReasonKind
+from amp_fx.precision.plans.label import SENSITIVITY, Reason, ReasonKind
 from amp_fx.precision.plans.plan import Cost, NodePlan, Plan
 from amp_fx.precision.policy.levels import LEVELS
 
@@ -126,6 +126,16 @@ def _why_wide(row: NodePlan, plan: Plan) -> str:
         return f"faster than with casts{device} (options={{'profile': 'off'}} forces them)"
     # what comes after the list's own reason overruled it
     return sentence(row.reasons[-1]) if row.reasons else "the plan gives no reason"
+
+
+def without_budget(plan: Plan) -> str:
+    """What runs matmuls below 16 bits whatever they add to the error; empty where no budget has kept them."""
+    kinds = {*SENSITIVITY, ReasonKind.LEVEL_WOULD_ADD, ReasonKind.LEVEL_OVER_BUDGET}
+    # the last one stays as it is without a budget, too
+    rows = plan.matmuls[:-1]
+    if plan.meaning not in LEVELS or not any(row.is_because(*kinds) for row in rows):
+        return ""
+    return f"A budget decides; policy={LEVELS[plan.meaning].policy!r} without a plan has none"
 
 
 def why_none_below(plan: Plan) -> str:

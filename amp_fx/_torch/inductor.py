@@ -75,7 +75,7 @@ def _inputs_checked(ep: torch.export.ExportedProgram) -> Iterator[None]:
 
     AOTInductor writes the comparisons, and by default skips them when the package runs: an input of another size was
     read as one of the size that the package was made for, or beyond its end. A least size of 2 is that of tracing,
-    which takes 1 for a constant, and not one of the program: of each size the least is compared that the program states.
+    which takes 1 for a constant, and not one of the program: of each size the least that the program states counts.
     """
     from torch._inductor import config
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu

@@ -53,7 +53,7 @@ from amp_fx.precision.policy.levels import AUTO, levels_of
 from amp_fx.runtime.weights.changes import counting
 from amp_fx.runtime.weights.mode import casts_in_each_call
 from amp_fx.runtime.widened import refuse_training
-from amp_fx.viz.words import summary, why_none_below
+from amp_fx.viz.words import summary, why_none_below, without_budget
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ def _say(plan: Plan) -> None:
     for text in unused_rules([plan]):
         logger.log(level, "%s", text)
     if not plan.graph_break and (why := why_none_below(plan)):
-        say_none_below(plan.graph, plan.meaning, why)
+        say_none_below(plan.graph, plan.meaning, why, without_budget(plan))
     publish(plan)
 
 

@@ -97,14 +97,18 @@ def say_rounded(graph: str, rounded: Mapping[torch.dtype, int], low: torch.dtype
     )
 
 
-def say_none_below(graph: str, level: str, why: str) -> None:
-    """Says once for each cause that a graph is to run in a level below 16 bits, and none of its matmuls does."""
+def say_none_below(graph: str, level: str, why: str, remedy: str) -> None:
+    """Says once for each cause that a graph is to run in a level below 16 bits, and none of its matmuls does.
+
+    ``remedy``: a sentence without its full stop, or an empty string.
+    """
     _say_once(
         f"{level}: {why}",
-        "no matmul of graph %s runs below 16 bits (%s): %s. amp_fx.explain(model, *args) has the reason of each.",
+        "no matmul of graph %s runs below 16 bits (%s): %s. %samp_fx.explain(model, *args) has the reason of each.",
         graph,
         level,
         why,
+        f"{remedy}. " if remedy else "",
     )
 
 

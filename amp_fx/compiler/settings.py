@@ -229,9 +229,11 @@ def _parse_dtype(value: object, policy: Policy) -> torch.dtype | None:
     """The low dtype: of the options, or of the policy where that names one."""
     spelling = str(value).removeprefix("torch.")
     if not isinstance(value, (str, torch.dtype)) or spelling not in DTYPES:
+        # another dtype of torch's is no misspelling
+        is_other = isinstance(getattr(torch, spelling, None), torch.dtype)
         raise OptionsError(
-            f"Unknown dtype {value!r}; valid: 'auto', 'bfloat16', 'float16', torch.bfloat16, torch.float16."
-            + did_you_mean(str(value), DTYPES)
+            f"Unknown low dtype {value!r}; valid: 'auto', 'bfloat16', 'float16', torch.bfloat16, torch.float16."
+            + ("" if is_other else did_you_mean(str(value), DTYPES))
         )
     dtype, named = DTYPES[spelling], DTYPES[policy.dtype or "auto"]
     if dtype is not None and named is not None and dtype is not named:

@@ -94,7 +94,8 @@ def export(
     opts, own = _parse(options)
     model = uncompiled(model)
     given, named = inputs_of(model, args, kwargs)
-    _warn_of_training(model)
+    if remedy := training_remedy(model):
+        logger.warning("export: %s", remedy)
     # plans of graphs that are called without gradients are about what is traced so
     is_trained = torch.is_grad_enabled() and opts.plan is None
     try:
@@ -112,19 +113,17 @@ def export(
     return _convert(program, opts, own, keep_io_dtypes)
 
 
-def _warn_of_training(model: torch.nn.Module) -> None:
-    """The log warns of a program that would draw, or take statistics of its batch, when it is served."""
+def training_remedy(model: Any) -> str:
+    """The remedy for a model that draws, or takes statistics of its batch, when it is served; empty for any other."""
     kinds = torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._BatchNorm
     for path, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         # a dropout of nothing draws nothing
         if module.training and isinstance(module, kinds) and getattr(module, "p", 1.0):
-            logger.warning(
-                "export: module %r (%s) is in training mode, and the program computes as in training. For inference "
-                "call model.eval() first.",
-                path,
-                type(module).__name__,
+            return (
+                f"Module {path!r} ({type(module).__name__}) is in training mode, and the program computes as in "
+                "training. For inference call model.eval() first."
             )
-            return
+    return ""
 
 
 def convert(

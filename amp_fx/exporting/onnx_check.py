@@ -15,6 +15,7 @@ import torch
 from amp_fx._torch import multiplies_int8, quantised_ops
 from amp_fx.errors import ExportError
 from amp_fx.exporting.as_written import Watched, as_written
+from amp_fx.exporting.converting import training_remedy
 from amp_fx.graphs.values import tensors
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,16 @@ def check_onnx(
         wanted = tensors(model(*args, **kwargs))
     is_bfloat16 = has_bfloat16(ep)
     far = _FAR_IN_BFLOAT16 if is_bfloat16 else _FAR
+    drawn = training_remedy(model)
     if why := _why_not_by_itself(ep):
         level = logging.INFO if is_bfloat16 else logging.WARNING
         logger.log(level, "%s was run as it is written, and not as it is: %s", path, why)
     else:
-        _judge(_run(path, os.fspath(path), given), wanted, far, "onnxruntime", lambda: REMEDY)
+        as_it_is = _run(path, os.fspath(path), given)
+        _judge(as_it_is, wanted, far, "onnxruntime", drawn or REMEDY, lambda: drawn or REMEDY)
     found = _run(path, as_written(path).model, given)
-    _judge(found, wanted, far, "the precision that it states", lambda: _culprit(path, given))
+    where = "the precision that it states"
+    _judge(found, wanted, far, where, drawn or REMEDY, lambda: drawn or _culprit(path, given))
 
 
 def _why_not_by_itself(ep: torch.export.ExportedProgram) -> str:
@@ -127,9 +131,10 @@ def _judge(
     wanted: Iterable[torch.Tensor],
     most: float,
     where: str,
+    remedy: str,
     culprit: Callable[[], str],
 ) -> None:
-    """ExportError where an output is not finite, or far from what is wanted."""
+    """ExportError where an output is far from what is wanted, or, by a ``culprit``, not finite."""
     for (name, value), exact in zip(found, wanted, strict=True):
         if not exact.is_floating_point():
             continue
@@ -140,7 +145,7 @@ def _judge(
             raise ExportError(f"{what} is not finite where the model's is. {culprit()}")
         if far.norm() > most * norm:
             raise ExportError(
-                f"{what} is {far.norm() / norm:.2g} from the model's, relative to its size. {REMEDY}"
+                f"{what} is {far.norm() / norm:.2g} from the model's, relative to its size. {remedy}"
             )
 
 

@@ -50,6 +50,13 @@ WIDE = {"op": "mm", "precision": "low", "result": "fp32"}
 BAD_DTYPES = ("fp32", "float32", torch.float32, torch.float64, "float8_e4m3fn", 16, None, "")
 
 
+def test_another_dtype_of_torch_is_no_misspelling_of_a_low_one() -> None:
+    for value, hint in ((torch.float64, ""), ("float32", ""), ("bfloat61", "Did you mean 'bfloat16'?")):
+        with pytest.raises(OptionsError, match="valid: 'auto', 'bfloat16', 'float16'") as caught:
+            Options.parse(None, {"dtype": value})
+        assert str(caught.value).partition("torch.float16.")[2].strip() == hint
+
+
 def test_auto_is_what_the_gpu_has_or_sensitivity_was_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Options.parse().low_dtype("cpu") is BF16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

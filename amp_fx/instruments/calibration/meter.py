@@ -331,7 +331,9 @@ def _differentiable(meter: Meter) -> Iterator[None]:
         if any(text in str(error) for text in _NO_DERIVATIVE):
             remedy = "" if meter.of_outputs else " of='outputs' needs one derivative less."
             if FUSED_LAYER in str(error):
-                remedy = f" Such layers of torch's are one op when they evaluate; {UNFUSED}."
+                remedy = (
+                    f" Each nn.TransformerEncoderLayer is one op of torch's when it evaluates. {UNFUSED}."
+                )
             raise AmpFxError(
                 f"the model cannot be differentiated as often as calibrate needs: {str(error).rstrip('.')}.{remedy}"
             ) from error

@@ -16,6 +16,7 @@ from amp_fx.compiler.settings import OptionNames, compile
 from amp_fx.errors import InputError, OptionsError
 from amp_fx.instruments.batches import uncompiled
 from amp_fx.instruments.calibration.calibrating import calibrate
+from amp_fx.instruments.calibration.calibration import Calibration
 from amp_fx.precision.plans.sensitivity import OUTPUTS
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Model = TypeVar("_Model", bound=nn.Module)
+#: a budget that no prediction reaches
+_ANY_ERROR = 1e9
 #: options that the plan decides
 _OF_PLAN = "plan", "policy", "int8", "fp8", "numerics"
 
@@ -63,8 +66,9 @@ def quantize(
             decides ``policy``, ``int8`` and ``numerics``.
 
     Returns:
-        What ``torch.compile`` returns, called inside ``torch.inference_mode()``. Where no matmul gains by int8 within
-        the budget, the log warns, and it runs in 16 bits.
+        What ``torch.compile`` returns, called inside ``torch.inference_mode()``; its ``amp_fx_plan`` is the
+        :class:`amp_fx.CalibratedPlan`, for ``amp_fx.export(plan=...)``. Where no matmul gains by int8 within the
+        budget, the log warns, and it runs in 16 bits.
 
     Raises:
         InputError: a model in training mode, or one that does not take a batch.
@@ -89,11 +93,23 @@ def quantize(
     plan = found.plan(budget, verify=verify)
     logger.info("quantize: %s", plan)
     if not plan.lowered[1]:
-        logger.warning(
-            "quantize: no matmul runs in int8, as none gains within budget=%r; the model runs in 16 bits. "
-            "print(amp_fx.calibrate(model, batches, of='outputs', policy='int8')) says what int8 would add.",
-            budget,
-        )
+        logger.warning("quantize: no matmul runs in int8. %s", _why_none(found, budget))
     if save is not None:
         plan.save(save)
-    return called_in(compiled(plan=plan), lambda *_: torch.inference_mode())
+    made = called_in(compiled(plan=plan), lambda *_: torch.inference_mode())
+    # not by setattr, which would give it to the model inside
+    vars(made)["amp_fx_plan"] = plan
+    return made
+
+
+def _why_none(found: Calibration, budget: str | float) -> str:
+    """Why no matmul runs in int8 within a budget, and what to do."""
+    most = found.plan(_ANY_ERROR, verify=False)
+    if not (below := most.lowered[1]):
+        return "None would at any budget: in these sizes on this device none gains time, or it is the last linear."
+    return (
+        f"None gains within budget={budget!r}: {below} would run at a predicted error of {most.point.error:.1e}, "
+        f"autocast's is {found.autocast_error:.1e}. Allow a larger budget, or take amp_fx.compile(model, "
+        "policy='int8'), which has no budget. print(amp_fx.calibrate(model, batches, of='outputs', policy='int8')) "
+        "says what each matmul adds."
+    )

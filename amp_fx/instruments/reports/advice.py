@@ -25,7 +25,7 @@ from amp_fx.precision.policy import OpClass, Policy
 NOT_COMPILED, OUTSIDE, UNUSED_RULE, NO_AUTOCAST = "not compiled", "outside", "rule", "autocast"
 #: an encoder layer of torch's that evaluates as one op, and what makes it several
 FUSED_LAYER = "_transformer_encoder_layer_fwd"
-UNFUSED = "torch.backends.mha.set_fastpath_enabled(False), before the first call, has their parts compiled"
+UNFUSED = "Write torch.backends.mha.set_fastpath_enabled(False) before the first call: then their parts are compiled"
 #: namespaces whose ops multiply nothing, or have a formula
 _OF_TORCH = (*KNOWN_NAMESPACES, "rngprims", "_c10d_functional", "c10d_functional")
 #: tensor cores read operands in rows of 16 bytes

@@ -287,7 +287,7 @@ def test_a_calibration_prints_whatever_rules_keep_out_of_the_level(rule: str, be
 def test_layers_that_evaluate_as_one_op_are_measured_where_torch_takes_them_apart() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 8, 32)
-    with pytest.raises(AmpFxError, match=r"set_fastpath_enabled\(False\)"):
+    with pytest.raises(AmpFxError, match=r"Write torch.backends.mha.set_fastpath_enabled\(False\)"):
         amp_fx.calibrate(model, x, of="outputs", profile="off")
     with mock.patch.object(torch.backends.mha, "_is_fastpath_enabled", False):
         found = amp_fx.calibrate(model, x, of="outputs", profile="off")

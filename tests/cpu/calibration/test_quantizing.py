@@ -37,21 +37,31 @@ def test_one_call_is_the_three_calls_of_the_documentation(model: nn.Module, tmp_
     known = amp_fx.calibrate(model, BATCHES, of="outputs", policy="int8", profile="off")
     wanted = known.plan(budget=8, verify=False)
     assert amp_fx.Plan.load(tmp_path / "int8.json") == wanted.plans[0]
+    found_plan: Any = fast.amp_fx_plan
+    assert found_plan.plans == wanted.plans
+    assert not hasattr(model, "amp_fx_plan")
     with torch.no_grad():
         exact = model.double()(BATCHES[0].double())
     error = ((found.double() - exact).norm() / exact.norm()).item()
     assert 0 < error < 2 * 8 * known.autocast_error
 
 
-def test_where_nothing_gains_by_int8_the_log_says_so(
-    model: nn.Module, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("budget", "advice"), [(2.0, "None would at any budget"), (1e-3, "policy='int8'), which has no budget")]
+)
+def test_where_nothing_gains_by_int8_the_log_says_so_and_what_would(
+    model: nn.Module, caplog: pytest.LogCaptureFixture, budget: float, advice: str
 ) -> None:
-    small = nn.Linear(4, 4).eval()
+    given = model if budget < 1 else nn.Linear(64, 4).eval()
     with without_inductor():
-        amp_fx.quantize(small, torch.randn(2, 4), verify=False, profile="off")
-    assert [row.levelno for row in caplog.records if "no matmul runs in int8" in row.getMessage()] == [
-        logging.WARNING
-    ]
+        fast = amp_fx.quantize(given, BATCHES, budget=budget, verify=False, profile="off")
+        fast(BATCHES[0])
+    texts = [row.getMessage() for row in caplog.records if row.levelno == logging.WARNING]
+    (text,) = (text for text in texts if text.startswith("quantize: no matmul runs in int8"))
+    assert advice in text
+    # once more for the graph, when it is compiled
+    (text,) = (text for text in texts if text.startswith("no matmul of graph"))
+    assert ("policy='int8' without a plan" in text) == (budget < 1)
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,15 @@ def test_a_file_that_computes_otherwise_is_anerror_of(
         amp_fx.export_onnx(model, args, tmp_path / "nowhere" / "model.onnx")
 
 
+def test_a_model_in_training_mode_is_told_to_evaluate_and_no_precision_is_blamed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.9), nn.Linear(16, 4))
+    with pytest.raises(
+        amp_fx.ExportError, match=r"from the model's.*'1' \(Dropout\).*model\.eval\(\)"
+    ) as error:
+        amp_fx.export_onnx(model, (torch.randn(64, 16),), tmp_path / "model.onnx", dtype="float16")
+    assert "precision" not in str(error.value)
+
+
 def test_onnxruntime_says_that_it_has_no_bf16_kernels_on_cpu(tmp_path: Path) -> None:
     program = amp_fx.export(nn.Linear(8, 8).eval(), (x := torch.randn(2, 8),), profile="off")
     path = _onnx(program, tmp_path / "m.onnx")
