@@ -24,7 +24,8 @@ from benchmarks.trained import chart
 
 _ROOT = Path(__file__).resolve().parent.parent
 PAGE = _ROOT / "docs" / "benchmarks.md"
-ENGINES_PAGE = _ROOT / "docs" / "engines.md"
+ENGINES_PAGE = _ROOT / "docs" / "contributors" / "int8.md"
+CPU_PAGE = _ROOT / "docs" / "contributors" / "cpu-times.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 
 #: arm in the results -> column on the page
@@ -38,6 +39,7 @@ _TIMED = {
         "off": '`profile="off"`',
         "fast": '`"fast"`',
         "bf16": "bf16 model",
+        "fp8": '`"fp8"`',
         "fp8_rowwise": '`"fp8"`, rowwise',
         "fp8_tensorwise": "tensorwise",
     },
@@ -49,6 +51,7 @@ _TIMED = {
         "int8": '`"int8"`',
         "int8_all": "int8, all linears",
         "torchao_dynamic": "torchao int8",
+        "fp8": '`"fp8"`',
     },
 }
 
@@ -58,18 +61,20 @@ _BESIDE = {
     "package": "amp_fx package",
     "freezing": "freezing",
     "openvino": "OpenVINO bf16",
-    "int8": "amp_fx int8",
-    "int8_measured": "int8, measured scales",
-    "package_int8": "package, int8, measured",
+    "int8": "dynamic int8",
+    "int8_measured": "static int8",
+    "package_int8": "static int8 package",
     "openvino_int8": "OpenVINO int8",
     "onnxruntime_int8": "ONNX Runtime int8",
     "x86_int8": "torchao x86 int8",
 }
 #: those that the last columns compare
 _COMPARED = (
-    ("amp_fx", "freezing"), ("amp_fx", "openvino"), ("package", "openvino"), ("int8_measured", "openvino_int8"),
+    ("amp_fx", "openvino"),
+    ("package", "openvino"),
+    ("int8_measured", "openvino_int8"),
     ("package_int8", "openvino_int8"),
-)  # fmt: skip
+)
 
 
 def sections(folder: Path) -> dict[str, str]:
@@ -90,10 +95,10 @@ def sections(folder: Path) -> dict[str, str]:
     found = {
         "counts": [_counts(*read(path)) for path in paths["counts_cpu"]],
         "target": [_target(*read(path)) for path in paths["counts_cuda"]],
-        "errors": [_errors(read(path)[1]) for path in paths["errors"]],
+        "errors": [_errors(*read(path)) for path in paths["errors"]],
         "speed": [speed(*group) for group in joined(paths["timings_cpu"])],
         "gpu": [speed(*group) for group in joined(paths["timings_cuda"])],
-        "engines": [beside(*read_timings(path)) for path in paths["engines"]],
+        "engines": [beside(*found) for found in _beside(paths["engines"], threads=2)],
         "trained": [chart.table(*read_timings(path)) for path in paths["trained"]],
         "learning": [table(read_runs(path)) for path in paths["learning"]],
     }
@@ -115,13 +120,34 @@ def _files(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     return f"{engine_files.table(rows)}\n\n({where}, {versions}; `python -m benchmarks engines_files`)"
 
 
+def one_thread(folder: Path) -> dict[str, str]:
+    """The same of the page for contributors: other engines with one thread."""
+    found = _beside(sorted(folder.glob("engines_*.jsonl")), threads=1)
+    return {"engines": "\n\n".join(beside(*each) for each in found)}
+
+
+def _beside(paths: Sequence[Path], threads: int) -> list[tuple[dict[str, Any], list[TimingRow]]]:
+    return [each for each in map(read_timings, paths) if each[0]["threads"] == threads]
+
+
 #: page -> what stands in it
-PAGES = {PAGE: sections, ENGINES_PAGE: engine_sections}
+PAGES = {PAGE: sections, ENGINES_PAGE: engine_sections, CPU_PAGE: one_thread}
+
+
+def source(head: Mapping[str, Any]) -> str:
+    """Of one results file, or of several of one run: the machine, torch, the commit and the day."""
+    processor = (
+        head["processor"]
+        if head["hardware"] in head["processor"]
+        else f"{head['hardware']}, {head['processor']}"
+    )
+    threads = f"threads: {head['threads']}, " if "threads" in head else ""
+    return f"{processor}, {threads}torch {head['torch']}, commit {head['commit']}, {head['date']}"
 
 
 def _counts(head: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """On a CPU, where time is measured: from which to which ratio the models go."""
-    where = f"{head['hardware']}, torch {head['torch']}, `python -m benchmarks.counts`"
+    where = f"{source(head)}, `python -m benchmarks.counts`"
     return f"On a CPU ({where}), in training: {_spans(_moved(rows, 'training'))}."
 
 
@@ -129,7 +155,7 @@ def _target(head: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """For a GPU: training of every model, and the spans of inference."""
     where = str(head["hardware"])
     lines = [
-        f"{where}, torch {head['torch']}; reproduce with `python -m benchmarks.counts --target {where.split()[0]}`.",
+        f"{source(head)}; reproduce with `python -m benchmarks.counts --target {where.split()[0]}`.",
         "",
         f"| model | {' | '.join(_ARMS.values())} |",
         "|---" * (1 + len(_ARMS)) + "|",
@@ -160,9 +186,14 @@ def _moved(rows: Sequence[dict[str, Any]], mode: str) -> dict[str, dict[str, int
     return moved
 
 
-def _errors(rows: Sequence[dict[str, Any]]) -> str:
+def _errors(head: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     found = {(row["workload"], row["arm"]): row["gradient"] for row in rows}
-    lines = ["| model | " + " | ".join(_ARMS.values()) + " |", "|---" * (1 + len(_ARMS)) + "|"]
+    lines = [
+        f"{source(head)}.",
+        "",
+        "| model | " + " | ".join(_ARMS.values()) + " |",
+        "|---" * (1 + len(_ARMS)) + "|",
+    ]
     lines += [
         f"| {workload} | " + " | ".join(f"{found[workload, arm]:.2e}" for arm in _ARMS) + " |"
         for workload in dict.fromkeys(name for name, _ in found)
@@ -171,25 +202,30 @@ def _errors(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def joined(paths: Sequence[Path]) -> list[tuple[dict[str, Any], list[TimingRow]]]:
-    """The rows of several files of one machine, by what was measured: wall or processor time, and the threads."""
+    """The rows of each run: one commit, day, machine, clock and number of threads. No case stands in two of them."""
     groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[TimingRow]]] = {}
-    first: dict[str, Any] = {}
+    runs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for path in paths:
         head, rows = read_timings(path)
-        first = first or head
-        for key in ("hardware", "processor", "torch"):
-            if head.get(key) != first.get(key):
-                raise ValueError(f"{path} has {key} {head.get(key)!r}, {paths[0]} has {first.get(key)!r}")
-        _, known = groups.setdefault((head["clock"], head["threads"]), (head, []))
-        if twice := {(row.workload, row.arm) for row in rows} & {(row.workload, row.arm) for row in known}:
-            raise ValueError(f"{path} has {min(twice)}, which another file has: ratios would mix runs")
+        machine = tuple(head.get(key) for key in ("hardware", "processor", "clock", "threads"))
+        run = (*machine, *(head.get(key) for key in ("torch", "commit", "date")))
+        _, known = groups.setdefault(run, (head, []))
+        for row in rows:
+            if runs.setdefault((*machine, row.workload), run) != run:
+                raise ValueError(
+                    f"{path} has {row.workload!r}, which another run on this machine has: take one of them"
+                )
+            if any((row.workload, row.arm) == (other.workload, other.arm) for other in known):
+                raise ValueError(
+                    f"{path} has {row.workload!r}, {row.arm!r}, which another file of the run has"
+                )
         known.extend(rows)
     order = list(CASES)
     return [(head, sorted(rows, key=lambda row: order.index(row.workload))) for head, rows in groups.values()]
 
 
 def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
-    """The timings, as Markdown: times of autocast, and everybody else's as ratios to it."""
+    """The timings, as Markdown: times of autocast, and others as ratios to it; of training the memory, too."""
     unit, command = "Milliseconds", "python -m benchmarks"
     if head["clock"] == "cpu":
         unit, command = "Milliseconds of processor time", f"{command} --clock cpu"
@@ -198,16 +234,13 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     elif head["threads"] == 1:
         command = f"OMP_NUM_THREADS=1 {command}"
     lines = [
-        f"{unit}. {head['hardware']}, {head['processor']}, threads: {head['threads']}, torch {head['torch']};",
+        f"{unit}. {source(head)};",
         f"reproduce with `{command}`. Half of the rounds give a ratio within {_spread(rows):.0%} of its median.",
     ]
     for mode, arms in _TIMED.items():
-        some = [row for row in rows if row.mode == mode and row.family != "depth"]
-        if some:
-            lines += ["", f"{mode.capitalize()}:", "", *_timings_table(some, arms)]
-    depth = [row for row in rows if row.family == "depth"]
-    if depth:
-        lines += ["", _depth(depth)]
+        if some := [row for row in rows if row.mode == mode]:
+            what = ": time, and the peak of memory beyond what is there between steps" * (mode == "training")
+            lines += ["", f"{mode.capitalize()}{what}:", "", *_timings_table(some, arms)]
     return "\n".join(lines)
 
 
@@ -218,7 +251,7 @@ def beside(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     compared = [pair for pair in _COMPARED if timed.issuperset(pair)]
     titles = [*shown.values(), *(f"{_BESIDE[one]} / {_BESIDE[other]}" for one, other in compared)]
     lines = [
-        f"Milliseconds, and relative error against fp64. {head['processor']}, torch {head['torch']};",
+        f"Milliseconds, and relative error against fp64. {source(head)};",
         f"reproduce with `python -m benchmarks --only engines --threads {head['threads']}`.",
         "",
         "| model | " + " | ".join(titles) + " |",
@@ -250,29 +283,21 @@ def _spread(rows: Sequence[TimingRow]) -> float:
 def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[str]:
     present = {row.arm for row in rows if row.times}
     shown = {arm: label for arm, label in arms.items() if arm in present}
-    lines = ["| model | autocast, ms | " + " | ".join(shown.values()) + " |", "|---" * (2 + len(shown)) + "|"]
+    lines = ["| model | autocast | " + " | ".join(shown.values()) + " |", "|---" * (2 + len(shown)) + "|"]
     for row in rows:
         cut_short = any(note.startswith("time was up") for note in row.notes)
         if row.arm != "autocast" or not row.times or cut_short:
             continue
-        case = [other for other in rows if other.workload == row.workload]
-        ratios = [relative(case, arm).median for arm in shown]
-        cells = [f"{1e3 * row.time.median:.1f}", *("-" if math.isnan(r) else f"{r:.2f}" for r in ratios)]
+        case = {other.arm: other for other in rows if other.workload == row.workload and other.times}
+        memory = row.peak_bytes if row.mode == "training" else None
+        cells = [f"{1e3 * row.time.median:.1f}" + (f", {memory / 1e6:.0f} MB" if memory else "")]
+        for arm in shown:
+            ratio = relative([*case.values()], arm).median
+            peak = case[arm].peak_bytes if arm in case else None
+            beside_memory = f", {peak / memory:.2f}" if memory and peak is not None else ""
+            cells.append("-" if math.isnan(ratio) else f"{ratio:.2f}{beside_memory}")
         lines.append(f"| {row.workload} | " + " | ".join(cells) + " |")
     return lines
-
-
-def _depth(rows: Sequence[TimingRow]) -> str:
-    """How compiling grows; amp_fx with every listed op low."""
-    theirs = {row.workload: row.compile_cold for row in rows if row.arm == "autocast" and row.compile_cold}
-    ours = [row for row in rows if row.arm == "off" and row.compile_cold and row.workload in theirs]
-    layers = ", ".join(str(row.sizes["layers"]) for row in ours)
-    times = ", ".join(f"{theirs[row.workload]:.0f}" for row in ours)
-    ratios = ", ".join(f"{row.compile_cold / theirs[row.workload]:.2f}" for row in ours if row.compile_cold)
-    return (
-        f"A small GPT of {layers} layers, compiled from nothing, forward and backward: autocast takes {times} s, "
-        f"and amp_fx {ratios} times as long."
-    )
 
 
 def written(text: str, found: Mapping[str, str]) -> str:

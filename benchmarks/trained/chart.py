@@ -15,8 +15,8 @@ SHOWN = {
     "amp_fx": ("amp_fx", "#1a73e8"),
     "package": ("amp_fx package", "#8ab4f8"),
     "openvino": ("OpenVINO bf16", "#f9ab00"),
-    "int8_calibrated": ("amp_fx int8, calibrated", "#188038"),
-    "package_calibrated": ("its package", "#81c995"),
+    "int8_calibrated": ("static int8", "#188038"),
+    "package_calibrated": ("static int8 package", "#81c995"),
     "openvino_int8": ("OpenVINO int8, NNCF", "#e37400"),
 }
 
@@ -34,7 +34,8 @@ def table(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     """Milliseconds, and of autocast's the time and the error."""
     lines = [
         "Milliseconds, and of autocast's the time and the error against fp64.",
-        f"{head['processor']} with AMX, torch {head['torch']}, threads: {head['threads']};",
+        f"{head['processor']} with AMX, threads: {head['threads']}, torch {head['torch']},",
+        f"commit {head['commit']}, {head['date']};",
         f"reproduce with `python -m benchmarks --only trained --threads {head['threads']}`.",
         "",
         "| model | " + " | ".join(name for name, _ in SHOWN.values()) + " |",

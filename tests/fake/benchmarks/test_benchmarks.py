@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +26,15 @@ from benchmarks.workloads import WORKLOADS, Workload
 from support.models.small import UpDown
 
 QUIET = (1.0, 1.01, 0.99, 1.0, 1.02)
-WHERE = {"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3, "clock": "wall"}
+WHERE = {
+    "hardware": "toy",
+    "processor": "abacus",
+    "torch": "9",
+    "threads": 3,
+    "clock": "wall",
+    "commit": "c0ffee",
+    "date": "2026-01-02",
+}
 
 
 def row(arm: str, times: tuple[float, ...], workload: str = "mlp", **others: object) -> TimingRow:
@@ -88,28 +94,31 @@ def test_a_page_without_a_place_for_a_section_is_refused() -> None:
         page.written("<!-- errors:begin --><!-- errors:end -->", {"errors": "", "speed": ""})
 
 
-def test_sections_have_ratios_how_compiling_grows_and_no_case_that_was_cut_short() -> None:
-    text = page.speed(WHERE, [row("autocast", QUIET), row("amp_fx", scaled(0.5)), row("fp32", scaled(2))])
+def test_sections_have_ratios_and_memory_and_no_case_that_was_cut_short() -> None:
+    autocast, ours = (
+        row("autocast", QUIET, peak_bytes=50_000_000),
+        row("amp_fx", scaled(0.5), peak_bytes=60_000_000),
+    )
+    text = page.speed(WHERE, [autocast, ours, row("fp32", scaled(2))])
     assert "toy" in text
-    assert "| mlp | 1000.0 | 2.00 | 0.50 |" in text
-    autocast = TimingRow("depth_layers6", "depth", "training", "autocast", {"layers": 6}, QUIET, 10.0)
-    text = page.speed(WHERE, [autocast, replace(autocast, arm="off", compile_cold=12.0)])
-    assert re.search(r"\b6 layers\b.*\b10 s\b.*\b1\.20 times", text)
-    assert "Training:" not in text
+    assert "commit c0ffee, 2026-01-02" in text
+    assert "| mlp | 1000.0, 50 MB | 2.00 | 0.50, 1.20 |" in text
     rows = [row("autocast", QUIET, notes=("time was up before round 6",)), row("amp_fx", QUIET)]
     assert "| mlp" not in page.speed(WHERE, rows)
 
 
-def test_files_are_joined_by_clock_and_not_across_machines(tmp_path: Path) -> None:
+def test_files_are_joined_by_run_and_a_case_has_one_run_on_a_machine(tmp_path: Path) -> None:
     for name, arms in (("a", {"autocast"}), ("b", {"amp_fx"})):
         write(tmp_path / f"timings_{name}.jsonl", WHERE, [row(arm, QUIET) for arm in arms])
-    write(tmp_path / "timings_c.jsonl", {**WHERE, "clock": "cpu"}, [row("autocast", QUIET, "gpt2")])
+    others = ("gpt2", {"clock": "cpu"}), ("vit", {"commit": "f00"}), ("bert", {"date": "2026-01-03"})
+    for name, (case, other) in zip("cde", others, strict=True):
+        write(tmp_path / f"timings_{name}.jsonl", {**WHERE, **other}, [row("autocast", QUIET, case)])
     arms = [[some.arm for some in rows] for _, rows in page.joined(sorted(tmp_path.iterdir()))]
-    assert arms == [["autocast", "amp_fx"], ["autocast"]]
-    twice, elsewhere = (WHERE, [row("amp_fx", QUIET)], "amp_fx"), ({**WHERE, "torch": "10"}, [], "10")
-    for where, rows, named in (twice, elsewhere):
-        write(tmp_path / "timings_d.jsonl", where, rows)
-        with pytest.raises(ValueError, match=rf"timings_d\.jsonl .*'{named}'"):
+    assert arms == [["autocast", "amp_fx"], ["autocast"], ["autocast"], ["autocast"]]
+    # the same arm twice in a run, and a case in a second run
+    for where, named in ((WHERE, "amp_fx"), ({**WHERE, "commit": "bad"}, "mlp")):
+        write(tmp_path / "timings_f.jsonl", where, [row("amp_fx", QUIET)])
+        with pytest.raises(ValueError, match=rf"timings_f\.jsonl .*'{named}'"):
             page.joined(sorted(tmp_path.iterdir()))
 
 
