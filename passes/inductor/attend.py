@@ -199,9 +199,10 @@ def gradients(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of query, key, value, and the mask's with ``of_mask``, to be traced.
 
-    ``statistics``, ``out`` and ``kept`` are :func:`products`'s. With ``out``, what is subtracted from the gradients of
-    a row's probabilities is computed from it, as in the kernel, else from them, in fp32. Probabilities are computed again, with a row for each
-    key: a call that stands in the forward, too, would be one with that of the forward, and its result would be kept.
+    ``statistics``, ``out`` and ``kept`` are :func:`products`'s. With ``out``, what is subtracted from the gradients
+    of a row's probabilities is computed from it, as in the kernel, else from them, in fp32. Probabilities are
+    computed again, with a row for each key: a call that stands in the forward, too, would be one with that of the
+    forward, and its result would be kept.
     """
     heads = query.shape[1]
     operands: list[Tensor | None] = [_matrices(each, heads) for each in (query, key, value, gradient)]
