@@ -101,7 +101,7 @@ class Counter:
         graph_id: int = kwargs["graph_id"]
         if kwargs.get("is_backward"):
             self.backward += counts
-            self.forward += Counts(saved_bytes=_saved_bytes(self._forwards[graph_id], lowered.before))
+            self.forward += Counts(saved_bytes=saved_bytes(self._forwards[graph_id], lowered.before))
             self.graphs.append(("backward", lowered))
         else:
             self.forward += counts
@@ -118,7 +118,7 @@ def counting(counter: Counter | None = None) -> Iterator[Counter]:
         yield counter
 
 
-def _saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
+def saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
     """Bytes of the storages that a forward graph returns to its backward and that nobody else keeps.
 
     AOTAutograd gives a saved value the same name in both graphs. Storages are counted once, and whole: a

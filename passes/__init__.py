@@ -34,6 +34,7 @@ from amp_fx.passes.inductor.casts import (
     WriteCasts,
 )
 from amp_fx.passes.inductor.gemm_epilogue import GemmEpilogue
+from amp_fx.passes.inductor.keep_less import KeepLess
 from amp_fx.passes.inductor.packed import CallPacked, HoldPacked, ReadScales
 from amp_fx.passes.inductor.scale_backward import ScaleBackward
 from amp_fx.passes.levels.mark_matmuls import MarkMatmuls
@@ -57,6 +58,7 @@ __all__ = [
     "GemmEpilogue",
     "HoldPacked",
     "InsertCasts",
+    "KeepLess",
     "KeepStatistics",
     "KeepWeights",
     "LayOutGradients",

@@ -59,6 +59,7 @@ class Note:
     MATCHED = "matched"  #: the user's rules that are about a call of the graph
     CHOICES = "choices"  #: (name in the plan, role) of a matmul -> its level below 16 bits, or None, and why
     SENSITIVITY = "sensitivity"  #: of the placement that was chosen, and of torch.autocast's
+    KEPT = "kept"  #: values that a forward keeps for its backward, each with its bits, None where it is not rounded
     HELD = "held"  #: addresses of the constants that packed weights have taken the place of
 
 

@@ -20,10 +20,10 @@ from amp_fx._torch.faults import faults_met, mended
 from amp_fx._torch.tracing import autocast_disabled
 
 __all__ = [
-    "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_decompositions",
-    "inductor_mode_options", "inductor_option_names", "joint_roles", "lays_out_convolutions", "program_outputs",
-    "replace_inner_compile", "source_hash", "stock_inductor", "traced_anew", "tunes_kernels",
-    "write_as_it_is",
+    "Halves", "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_decompositions",
+    "inductor_mode_options", "inductor_option_names", "joint_roles", "kept_positions", "lays_out_convolutions",
+    "partitioner", "program_outputs", "replace_inner_compile", "source_hash", "stock_inductor", "traced_anew",
+    "tunes_kernels", "unchanged_inputs", "uniform_noise", "write_as_it_is",
 ]  # fmt: skip
 
 
@@ -215,6 +215,57 @@ def graph_pass(
     return {name: GraphPass()}
 
 
+#: forward and backward of a joint graph, by the share of what they might keep that torch's own budget has
+Halves = Callable[[float], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def partitioner(
+    uuid: str, divide: Callable[[Halves], tuple[fx.GraphModule, fx.GraphModule]], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The Inductor option that has ``divide`` make a forward and its backward of a joint graph.
+
+    ``divide`` is given the program's own partitioner, else Inductor's, as a function that may be called more than once:
+    with a share below 1, values are computed again, those that are the quickest first
+    (``torch._functorch.config.activation_memory_budget``). ``uuid`` and ``options`` are as in :func:`graph_pass`.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    name = "custom_partitioner_fn"
+    given = options.get(name, getattr(config, name))
+    partition = min_cut_rematerialization_partition if given is None else given
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(
+            self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            def halves(share: float) -> tuple[fx.GraphModule, fx.GraphModule]:
+                own = functorch_config.activation_memory_budget
+                with functorch_config.patch(activation_memory_budget=share * own):
+                    # a partitioner changes the graph that it is given
+                    return partition(fx.GraphModule(gm, _copied(gm.graph)), joint_inputs, **kwargs)
+
+            return divide(halves)
+
+        def uuid(self) -> Any:
+            # as for passes: None where the program's does not say what it depends on
+            return uuid if given is None else (other := given.uuid()) and (uuid, other)
+
+        def __reduce__(self) -> Any:
+            # unlike passes, it is part of the keys as all other options are
+            return tuple, ((uuid, given),)
+
+    return {name: Partitioner()}
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
+    return copy
+
+
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """How Inductor has AOTAutograd decompose ops, by its configuration."""
     from torch._inductor.decomposition import select_decomp_table
@@ -299,9 +350,44 @@ def _whole(descriptor: Any) -> Any:
 
 def program_outputs(forward: fx.GraphModule) -> list[fx.Node]:
     """The results that a forward graph returns to the program, and not, or not only, to its backward."""
+    returned, kept = forward.graph.output_node().args[0], kept_positions(forward)
+    nodes = enumerate(returned)  # type: ignore[arg-type]  # a list
+    return [node for at, node in nodes if isinstance(node, fx.Node) and at not in kept]
+
+
+def uniform_noise(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Numbers in [0, 1) as Inductor's kernels draw them, in a graph whose calls of ``torch.rand`` it has replaced."""
+    from torch._inductor import config, inductor_prims
+
+    if config.fallback_random:
+        return torch.rand(sizes, device=device)
+    seed = inductor_prims.lookup_seed(inductor_prims.seeds(1, device), 0)
+    return inductor_prims.random([*sizes], seed, "rand")
+
+
+def kept_positions(forward: fx.GraphModule) -> list[int]:
+    """Positions among the results of a forward graph of those that it returns to its backward alone."""
     from torch._functorch._aot_autograd import descriptors
 
     saved = tuple(kind for name, kind in vars(descriptors).items() if name.startswith("SavedForBackwards"))
-    output = forward.graph.output_node()
-    described = zip(output.args[0], output.meta.get("desc") or (), strict=False)  # type: ignore[arg-type]  # a list
-    return [node for node, what in described if isinstance(node, fx.Node) and not isinstance(what, saved)]
+    described = forward.graph.output_node().meta.get("desc") or ()
+    return [at for at, what in enumerate(described) if isinstance(what, saved)]
+
+
+def unchanged_inputs(forward: fx.GraphModule) -> dict[int, fx.Node]:
+    """Position among a program's inputs -> input of a forward graph, where neither it nor AOTAutograd writes to it."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
+
+    described = forward.graph.output_node().meta.get("desc") or ()
+    changed = [what.mutated_input for what in described if isinstance(what, InputMutationAOTOutput)]
+    found = [(node.meta.get("desc"), node) for node in forward.graph.find_nodes(op="placeholder")]
+    return {
+        what.idx: node
+        for what, node in found
+        if isinstance(what, PlainAOTInput)
+        and what not in changed
+        and not any(
+            getattr(reader.target, "_schema", None) and reader.target._schema.is_mutable
+            for reader in node.users
+        )
+    }

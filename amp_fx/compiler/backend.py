@@ -27,6 +27,7 @@ from amp_fx._torch import (
     refusing_second_derivatives,
 )
 from amp_fx.compiler.compiling import Invocation, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
+from amp_fx.compiler.keeping import saved_for_backward
 from amp_fx.compiler.level_passes import add_choices, level_placement
 from amp_fx.compiler.notices import (
     expect_graph,
@@ -154,6 +155,7 @@ def _as_asked(invocation: Invocation, _reason: str) -> tuple[str, Callable[..., 
         compiled = compile_rewritten(invocation, rewritten, plan, place)
     if place is not None:
         add_choices(plan, place, invocation.notes)
+    plan.saved = saved_for_backward(invocation.notes)
     if invocation.training:
         compiled = counting(compiled)
     plan.graph, plan.graph_break = compile_id(), graph_break(invocation.gm)
@@ -190,7 +192,15 @@ def _plainer(invocation: Invocation) -> list[Attempt]:
     if levels_of(policy.base):
         policy = replace(policy, base="autocast")
     inductor = opts.inductor if invocation.training else {"cpp_wrapper": False, **opts.inductor}
-    plain = replace(opts, weights="cast", policy=policy, level=AUTO, scaler=None, inductor=inductor)
+    plain = replace(
+        opts,
+        weights="cast",
+        policy=policy,
+        level=AUTO,
+        scaler=None,
+        activation_memory="keep",
+        inductor=inductor,
+    )
     if plain == opts:
         return []
     how = "plainly, with weights cast in each call, in 16 bits, and scaled from outside"

@@ -31,6 +31,7 @@ from amp_fx._torch import (
     traced_anew,
     tunes_kernels,
 )
+from amp_fx.compiler.keeping import keeping_hook
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import PassError
 from amp_fx.graphs.calls import add_input, convolves, dotted_path
@@ -289,6 +290,7 @@ def lower(
         scores_at_once=SCORES_AT_ONCE * torch.get_num_threads(),
     )
     own = hook("joint", joint, opts.inductor, notes, opts.disable_passes)
+    own |= keeping_hook(_sources(), example_inputs, opts, notes)
     own |= hook("post_grad", PARTITIONED, opts.inductor, notes, opts.disable_passes)
     # calls from Python take up to a seventh of a small model's time, in training less; apart, C++ compiles as fast
     # A call from C++ makes a RuntimeError of whatever an op raises, with other words. Small models with such an op

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 import torch
 
 from amp_fx._torch import called_in, inductor_mode_options, inductor_option_names
+from amp_fx.compiler.option_values import of_kind, parse_memory, parse_plan, parse_profile
 from amp_fx.errors import OptionsError, did_you_mean, one_of
 from amp_fx.graphs.values import program_device
 from amp_fx.passes import check_disabled, parse_disabled
-from amp_fx.precision.placement.devices import load, resolve
+from amp_fx.precision.placement.devices import resolve
 from amp_fx.precision.placement.profile import DeviceProfile
 from amp_fx.precision.plans.plan import Plan, dtype_name
-from amp_fx.precision.plans.plan_files import load_plans
 from amp_fx.precision.plans.sensitivity import Sensitivity
 from amp_fx.precision.policy import Policy
 from amp_fx.precision.policy.levels import AUTO, choices_of, level_named, levels_of
@@ -60,6 +60,8 @@ class OptionNames(TypedDict, total=False):
         plan: plans that graphs follow: a file, a plan, plans, or what has ``.plans``.
         scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs.
         weights: where low copies of weights live.
+        activation_memory: what a training step keeps for its backward: ``"keep"`` as it is, ``"int8"`` in 8 bits, or
+            a share of what ``"keep"`` keeps, from 0 to 1.
         strict: raise what fails, where the backend would take a plainer way.
         disable_passes: names of passes that do not run, to find the one that makes a number wrong.
         inductor: options of ``torch._inductor.config`` by their names.
@@ -74,6 +76,7 @@ class OptionNames(TypedDict, total=False):
     plan: str | os.PathLike[str] | Plan | Sequence[Plan] | Any
     scaler: str | None
     weights: Literal["auto", "cast", "cache", "freeze"]
+    activation_memory: Literal["keep", "int8"] | float
     strict: bool
     disable_passes: Sequence[str]
     inductor: Mapping[str, Any]
@@ -95,6 +98,7 @@ class Options:
     plan: tuple[Plan, ...] | None = None
     scaler: str | None = None  # with dtype "auto", it counts where that is fp16
     weights: str = "auto"
+    activation_memory: str | float = "keep"
     strict: bool = False
     disable_passes: frozenset[str] = frozenset()
     inductor: Mapping[str, Any] = field(default_factory=dict)  # from mode= and by their own names
@@ -158,7 +162,7 @@ def options(**given: Unpack[OptionNames]) -> dict[str, Any]:
         ProfileError: the file of a profile cannot be read, or is none.
         PlanError: the file of a plan cannot be read.
     """
-    inductor = _of_kind("inductor", Mapping, "a mapping of options of Inductor", given.pop("inductor", {}))
+    inductor = of_kind("inductor", Mapping, "a mapping of options of Inductor", given.pop("inductor", {}))
     if ours := OptionNames.__annotations__.keys() & inductor.keys():
         raise OptionsError(
             f"{min(ours)!r} is an option of amp_fx; take it out of inductor={dict(inductor)!r}."
@@ -219,12 +223,6 @@ def _autocast(opts: Options, model: Any, args: Any, kwargs: Any) -> AbstractCont
     return torch.autocast(device, opts.low_dtype(device)) if is_lowered else nullcontext()
 
 
-def _of_kind(option: str, kind: type, valid: str, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise OptionsError(f"{option} must be {valid}; got {value!r}.")
-    return value
-
-
 def _parse_dtype(value: object, policy: Policy) -> torch.dtype | None:
     """The low dtype: of the options, or of the policy where that names one."""
     spelling = str(value).removeprefix("torch.")
@@ -244,33 +242,11 @@ def _parse_dtype(value: object, policy: Policy) -> torch.dtype | None:
     return named or dtype
 
 
-def _parse_profile(value: object) -> str:
-    """A word or a path; the file is read again for the device of each graph."""
-    spec: str = _of_kind("profile", str, "'auto', 'off' or a file's path", value)
-    if spec not in ("auto", "off"):
-        load(spec)
-    return spec
-
-
-def _parse_plan(value: object) -> tuple[Plan, ...] | None:
-    if value is None:
-        return None
-    if isinstance(value, (str, os.PathLike)):
-        return load_plans(value)
-    plans = [value] if isinstance(value, Plan) else getattr(value, "plans", value)
-    if not isinstance(plans, (list, tuple)) or not all(isinstance(plan, Plan) for plan in plans):
-        raise OptionsError(
-            "plan must be the path of a plan file, an amp_fx.Plan, a list of them, or what amp_fx.explain(...) or "
-            f"amp_fx.calibrate(...).plan() returned; got {value!r}."
-        )
-    return tuple(plan for plan in plans if plan.phase == "forward")
-
-
 #: option that is parsed without another -> its parser; the field of :class:`Options` has the default
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "numerics": partial(one_of, "numerics", NUMERICS), "weights": partial(one_of, "weights", WEIGHTS),
-    "profile": _parse_profile, "plan": _parse_plan, "disable_passes": parse_disabled,
-    "strict": partial(_of_kind, "strict", bool, "True or False"),
+    "profile": parse_profile, "plan": parse_plan, "disable_passes": parse_disabled,
+    "activation_memory": parse_memory, "strict": partial(of_kind, "strict", bool, "True or False"),
 }  # fmt: skip
 
 
@@ -325,6 +301,8 @@ def _as_eager(parsed: Options) -> Options:
         wrong = f"policy sensitivity {parsed.policy.sensitivity!r} is about rounding in compiled code"
     elif levels_of(parsed.policy.base):
         wrong = f"policy {parsed.policy.base!r} multiplies below 16 bits"
+    elif parsed.activation_memory != "keep":
+        wrong = f"activation_memory={parsed.activation_memory!r} rounds what the backward reads"
     elif parsed.weights == "freeze":
         wrong = "weights='freeze', unlike 'cache', does not round what is folded and packed"
     elif parsed.inductor.get("emulate_precision_casts", True) is not True:

@@ -49,6 +49,9 @@ PART = "amp_fx_part"
 #: graph that is placed by sensitivity under a policy below 16 bits -> what its matmuls may add to the error
 BUDGET = "amp_fx_level_budget"
 
+#: value that a forward graph returns to its backward -> True where the backward is to compute it, from what it reads
+AGAIN = "amp_fx_again"
+
 #: what AOTAutograd copies to all that a call becomes, backward included: the keys below stand in this one
 CUSTOM = "custom"
 #: call that policy and plan let run below 16 bits -> its name in the plan

@@ -26,7 +26,12 @@ FLOORS = (
     ("amp_fx.graphs", "amp_fx.instruments.step"),
     ("amp_fx.precision.plans",),
     ("amp_fx.precision.placement", "amp_fx.runtime.weights", "amp_fx.runtime.widened", "amp_fx.viz"),
-    ("amp_fx.instruments.environment", "amp_fx.instruments.targets", "amp_fx.passes"),
+    (
+        "amp_fx.compiler.option_values",
+        "amp_fx.instruments.environment",
+        "amp_fx.instruments.targets",
+        "amp_fx.passes",
+    ),
     ("amp_fx.compiler.settings", "amp_fx.runtime.scaling"),
     ("amp_fx.compiler",),
     ("amp_fx.exporting",),

@@ -150,6 +150,7 @@ class Report:
             # in training there is no choice
             weights = dict.fromkeys(p.weights for p in self.plans if p.weights and not p.training)
             head += ["", *text.cost_lines(self.compared(), self.held, weights, is_measured=bool(self.costs))]
+            head += text.saved_lines(self.plans)
         kept = kept_lines(self.kept)
         return text.screen(head, text.findings(self.plans, kept, self.graph_breaks, self.advice, len(head)))
 

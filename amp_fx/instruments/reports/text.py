@@ -112,6 +112,12 @@ def outside_lines(outside: Mapping[str, int], plans: Sequence[Plan], notes: Sequ
     return [f"  outside of graphs, in eager code: {', '.join(rows)}{remedy}"] if rows else []
 
 
+#: form of a value that is saved -> in words
+_FORMS = {
+    "8 bits": "values in 8 bits", "4 bits": "in 4 bits", "1 bit": "masks in 1 bit", "cast again": "weights cast again",
+}  # fmt: skip
+
+
 def cost_lines(
     compared: Mapping[str, Cost], held: Sequence[InputPlan], weights: Iterable[str], *, is_measured: bool
 ) -> list[str]:
@@ -136,6 +142,16 @@ def cost_lines(
         kept = f"{len(copies)}, {size(sum(given.bytes for given in held), '.2f')}"
         lines.append(f"  {'low copies of weights kept':<28}{kept:>24}")
     return [*lines, *(f"  weights: {text}" for text in weights)]
+
+
+def saved_lines(plans: Sequence[Plan]) -> list[str]:
+    """What the option ``activation_memory`` makes of what is saved for the backward."""
+    total = sum((Counter(plan.saved) for plan in plans), Counter[str]())
+    if not total:
+        return []
+    forms = [f"{total[form]} {how}" for form, how in _FORMS.items() if total[form]]
+    before, after = (size(total[key], ".2f") for key in ("before", "after"))
+    return [f"  saved for backward: {before} -> {after} ({', '.join(forms) or 'nothing in fewer bits'})"]
 
 
 def findings(

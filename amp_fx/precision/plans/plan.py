@@ -212,6 +212,8 @@ class Plan:
         meaning: what a policy below 16 bits means on the device: the level, or why it means autocast.
         weights: what becomes of the graph's weights and why: cast in each call, or how they are kept; empty where that
             was not decided.
+        saved: of a step with the option ``activation_memory``, ``"before"`` and ``"after"`` -> bytes that are saved for
+            the backward; ``"8 bits"``, ``"4 bits"``, ``"1 bit"``, ``"cast again"`` -> how many of the values.
         unused_rules: the policy's rules that no call of this graph matches; another graph may have such calls.
         unknown: what could not be found out for the report of this graph, and why.
         faults: what the installed torch computes wrongly of this graph, and what was done instead; of a backward that
@@ -234,6 +236,7 @@ class Plan:
     profile: str = ""
     meaning: str = ""
     weights: str = ""
+    saved: dict[str, int] = field(default_factory=dict)
     unused_rules: list[dict[str, str]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)

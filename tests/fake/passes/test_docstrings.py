@@ -14,6 +14,7 @@ from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
     PlainAOTOutput,
+    SavedForBackwardsAOTOutput,
     TangentAOTInput,
 )
 
@@ -30,6 +31,7 @@ from amp_fx.passes import (
     GemmEpilogue,
     HoldPacked,
     InsertCasts,
+    KeepLess,
     KeepStatistics,
     KeepWeights,
     LayOutGradients,
@@ -118,6 +120,12 @@ def of_training(nodes: dict[str, fx.Node]) -> None:
     nodes["output"].meta["desc"] = [PlainAOTOutput(0), GradAOTOutput(PlainAOTInput(0))]
 
 
+def with_weight(nodes: dict[str, fx.Node]) -> None:
+    kept = len(nodes["output"].all_input_nodes) - 1
+    nodes["output"].meta["desc"] = [PlainAOTOutput(0), *map(SavedForBackwardsAOTOutput, range(kept))]
+    nodes["w"].meta["desc"] = PlainAOTInput(0)
+
+
 def marked(nodes: dict[str, fx.Node]) -> None:
     for name in ("mm", "logits"):
         mark(nodes[name], MARK, name)
@@ -148,6 +156,7 @@ EXAMPLES = [
     Example(KeepStatistics(), prepare=of_norm),
     Example(LayOutGradients()),
     Example(SeparateOutputs()),
+    Example(KeepLess(weights=(0,)), prepare=with_weight),
     Example(LayOutWeights()),
     Example(WriteCasts(), device="cuda"),
     Example(GemmEpilogue(), device="cuda"),

@@ -28,6 +28,7 @@ ORDERS = {
     "joint, fp16 below 16 bits": joint_passes({"cuda"}, scale=passes.ScaleBackward(0), levels=BELOW),
     "joint, eager": joint_passes({"cpu"}, "eager"),
     "joint, mps": joint_passes({"mps"}),
+    "kept in fewer bits": (passes.KeepLess(),),
     "partitioned": passes.PARTITIONED,
     "fused": (passes.ReadScales(),),
     "package": package_passes(passes.HoldPacked()),
@@ -59,6 +60,7 @@ joint, fp16 below 16 bits: scale-backward, place-levels, quantise-matmuls, separ
   lay-out-gradients, gemm-epilogue, keep-statistics
 joint, eager: separate-outputs, attend, lay-out-gradients, gemm-epilogue
 joint, mps: attend, lay-out-gradients, gemm-epilogue
+kept in fewer bits: keep-less
 partitioned: lay-out-weights, call-packed, write-casts
 fused: read-scales
 package: hold-packed, call-packed, write-casts""",

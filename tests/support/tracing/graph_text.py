@@ -26,6 +26,7 @@ from amp_fx._torch import OpOverload
 from amp_fx.graphs.calls import target_name
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import (
+    AGAIN,
     ATTENTION_MARK,
     CAST_META,
     CUSTOM,
@@ -48,7 +49,7 @@ from amp_fx.precision.plans.plan import dtype_name
 NOTED = {
     CAST_META: "inserted", STEP_META: "step", TIED: "tied", MAY_ROUND: "may round", KEPT_META: "kept", LEVEL: "level",
     MARK: "may run below", RESULT_MARK: "wide result", ATTENTION_MARK: "attention",
-    "inductor_realize_to_strides": "written as it is",
+    AGAIN: "again", "inductor_realize_to_strides": "written as it is",
 }  # fmt: skip
 
 _DTYPES = {

@@ -1,0 +1,119 @@
+"""What a step keeps between forward and backward: the option ``activation_memory``."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import Halves, partitioner
+from amp_fx.compiler.settings import Options
+from amp_fx.errors import OptionsError
+from amp_fx.graphs.partition import Partition
+from amp_fx.passes import KeepLess, Note, Notes, Pass, PassContext, run_in_order
+from amp_fx.passes.inductor.keep_less import described, kept_storages, masters_of
+from amp_fx.precision.placement.kept import KeptValue, least_bytes
+
+#: steps in which the share that torch computes again is looked for
+_STEPS = 16
+#: bytes that a graph keeps from which a budget that cannot be met is an error: of less nobody notices the rest
+_NOTICED = 2**20
+
+Run = Callable[[fx.GraphModule, tuple[Pass, ...]], None]
+
+
+def keeping_hook(
+    sources: str, example_inputs: Sequence[Any], opts: Options, notes: Notes | None
+) -> dict[str, Any]:
+    """The Inductor option that makes forward and backward of its joint graphs; none where the option is "keep".
+
+    ``sources`` is a hash of the code of passes; what they note is added to ``notes``.
+    """
+    context, memory = PassContext(disabled=opts.disable_passes), opts.activation_memory
+    if memory == "keep":
+        return {}
+
+    def run(forward: fx.GraphModule, passes: tuple[Pass, ...]) -> None:
+        run_in_order(forward, passes, context, notes)
+
+    # Dynamo guards on the type: a parameter is one in every call
+    weights = tuple(at for at, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter))
+    uuid = f"{sources} {memory} {weights} {sorted(opts.disable_passes)}"
+    return partitioner(uuid, lambda halves: divide(halves, run, memory, weights), opts.inductor)
+
+
+def saved_for_backward(notes: Notes) -> dict[str, int]:
+    """What a step saves with the option, and without; empty where nothing was noted, as a cache had the code."""
+    found: Counter[str] = Counter()
+    for value, bits in (row for rows in notes.get(Note.KEPT, ()) for row in rows):
+        found["before"] += value.size
+        found["after"] += {8: value.eight, 4: value.four}.get(bits, value.size)
+        if bits is not None:
+            lossless = "1 bit" if value.eight else "cast again"
+            found[f"{bits} bits" if value.error else lossless] += 1
+    return dict(found)
+
+
+def divide(
+    halves: Halves, run: Run, memory: str | float, weights: tuple[int, ...]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward of a joint graph, with what one keeps for the other as the option says.
+
+    For a budget: 8 bits, in as few values as can be. Where that is too much, torch computes values again, as few as
+    can be, and the rest is kept in 8 bits; where this is too much as well, values are in 4 bits.
+
+    Args:
+        halves: cuts the graph in two.
+        run: runs passes on a forward.
+        weights: positions of parameters among the program's inputs.
+        memory: "int8", or the share of the bytes that are kept without the option.
+
+    Raises:
+        OptionsError: the share is smaller than the smallest that can be; with that one.
+    """
+    partition, most = Partition(*halves(1.0)), None
+    if isinstance(memory, float):
+        whole = sum(value.size for value in _values(partition, weights))
+        most = int(memory * whole)
+        if least_bytes(_values(partition, weights), 8) > most:
+            partition = _again(halves, partition, whole, most, weights)
+            most = max(most, least_bytes(_values(partition, weights), 4))
+    run(partition.forward, (KeepLess(weights, most),))
+    partition.hand_over()
+    return partition.forward, partition.backward
+
+
+def _again(halves: Halves, at_once: Partition, whole: int, most: int, weights: tuple[int, ...]) -> Partition:
+    """The halves that compute as little again as a budget lets them."""
+    last = Partition(*halves(0.0))
+    for bits in (8, 4):
+        if least_bytes(_values(last, weights), bits) > most:
+            continue
+        if bits == 4 and least_bytes(_values(at_once, weights), bits) <= most:
+            return at_once
+        # the largest share that fits, by halving: 0 does, 1 does not
+        low, high = 0, _STEPS
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = Partition(*halves(middle / _STEPS))
+            if least_bytes(_values(tried, weights), bits) <= most:
+                low, last = middle, tried
+            else:
+                high = middle
+        return last
+    fewest = min(least_bytes(_values(each, weights), 4) for each in (at_once, last))
+    if whole >= _NOTICED:
+        smallest = math.ceil(100 * fewest / whole) / 100
+        raise OptionsError(
+            f"activation_memory={most / whole:.2f} cannot be met: a graph keeps {whole / 1e6:.1f} MB for its backward, "
+            f"and {fewest / 1e6:.1f} MB at least; the smallest share for it is {smallest:.2f}."
+        )
+    return last
+
+
+def _values(partition: Partition, weights: tuple[int, ...]) -> Sequence[KeptValue]:
+    return described(kept_storages(partition.forward), masters_of(partition.forward, weights))
