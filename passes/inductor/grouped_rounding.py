@@ -44,7 +44,9 @@ def to_int8(value: Tensor, order: Sequence[int], group: int) -> tuple[Tensor, Te
     # the numbers are those of the scale as it is kept
     scale = (largest * (1 / _MOST)).to(_SCALE)
     step = scale.float()
-    numbers = (wide / torch.where(step == 0, 1.0, step)).round().clamp(-_MOST - 1, _MOST + 1)
+    # a kernel may have more digits of the value than its largest magnitude was found with: no finite number is beyond
+    numbers = (wide / torch.where(step == 0, 1.0, step)).round().clamp(-_MOST, _MOST)
+    numbers = torch.where(magnitude == torch.inf, wide.clamp(-_MOST - 1, _MOST + 1), numbers)
     return numbers.to(torch.int8).flatten(-2), scale
 
 
