@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from amp_fx._torch import OpOverload, kept_positions
+from amp_fx._torch import FakeTensor, OpOverload, kept_positions
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import AGAIN
 from amp_fx.graphs.values import tensors
@@ -69,7 +69,8 @@ class Partition:
 
     def _compute(self, steps: list[fx.Node], known: Mapping[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
         """The last of some calls of the forward, computed in front of a reader in the backward."""
-        copies, mode = dict(known), tensors(known[next(iter(known))].meta["val"])[0].fake_mode
+        copies, of_steps = dict(known), [value for step in steps for value in tensors(step.meta["val"])]
+        mode = next(value.fake_mode for value in of_steps if isinstance(value, FakeTensor))
         with self.backward.graph.inserting_before(reader):
             for step in steps:
                 copies[step] = self.backward.graph.node_copy(step, copies.__getitem__)

@@ -253,7 +253,8 @@ def _smaller(node: fx.Node, masters: Collection[fx.Node], bits: int) -> fx.Node:
         if calls := _weight_behind(node, masters):
             again = calls[0].all_input_nodes[0]
             for call in calls:
-                again = write.call(call.target, again, *call.args[1:], **call.kwargs)
+                settings: Any = call.args[1:], call.kwargs
+                again = write.call(call.target, again, *settings[0], **settings[1])
             steps = write.added
         else:
             groups = _groups(node)

@@ -181,7 +181,7 @@ class KeepsAll(CustomPartitionerFn):
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest_that_can() -> None:
-    own = {"custom_partitioner_fn": KeepsAll()}
+    own: dict[str, Any] = {"custom_partitioner_fn": KeepsAll()}
     with pytest.raises(amp_fx.OptionsError, match=r"smallest share for it is (0\.\d\d)") as raised:
         step(Mlp, batch(4096), 0.05, **own)
     smallest = float(str(raised.value).rstrip(".").rpartition(" ")[2])
