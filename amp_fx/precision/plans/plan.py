@@ -238,7 +238,7 @@ class Plan:
     weights: str = ""
     saved: dict[str, int] = field(default_factory=dict)
     unused_rules: list[dict[str, str]] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list, repr=False)
     faults: list[str] = field(default_factory=list)
 
     @property

@@ -17,7 +17,7 @@ import amp_fx
 from amp_fx import CalibratedPlan, Calibration
 from amp_fx.instruments.calibration.ranges import Ranges, extremes, fitted, requantised, sampled
 from amp_fx.precision.plans.label import ReasonKind
-from amp_fx.precision.plans.sensitivity import INPUT, MEASURED, MEASURED_WEIGHT
+from amp_fx.precision.plans.sensitivity import ADDED, INPUT, MEASURED, MEASURED_WEIGHT
 from support.models.calibrated import PROFILE, calibrated, compiled, images, wrong
 from support.models.small import Parts
 from support.tracing.captured_graphs import without_inductor
@@ -88,7 +88,8 @@ def test_every_linear_and_convolution_has_a_scale_and_what_it_adds(cal: Calibrat
     for path, call in rows.items():
         # its largest channels may be divided in other ways
         operands = set(call.roles["forward"]) - {MEASURED_WEIGHT}
-        assert operands == {MEASURED, "weight"} | ({INPUT} if path in ("up", "down", "head") else set())
+        more = {INPUT} if path in ("up", "down", "head") else {ADDED} if path == "point" else set()
+        assert operands == {MEASURED, "weight"} | more
 
 
 @pytest.mark.usefixtures("op_by_op")
