@@ -46,6 +46,7 @@ AXES: Mapping[str, Mapping[str, Any]] = {
         "int8, rules": {"base": "int8", "rules": _RULES},
     },
     "fp8": {"auto": LEFT_OUT, "rowwise": "rowwise"},
+    "activation_memory": {"keep": LEFT_OUT, "int8": "int8"},
     "numerics": {"compiled": LEFT_OUT, "eager": "eager"},
     "dtype": {"auto": LEFT_OUT, "bfloat16": "bfloat16", "float16": "float16"},
     "scaler": {"none": LEFT_OUT, "default": "default"},
@@ -83,6 +84,11 @@ EXCLUDED = (
     Excluded(
         {"numerics": ["eager"], "policy": [*_FP8, "int8", "int8, rules"]},
         "eager torch.autocast has nothing below 16 bits",
+        is_error=True,
+    ),
+    Excluded(
+        {"numerics": ["eager"], "activation_memory": ["int8"]},
+        "the backward reads what eager torch.autocast does not round",
         is_error=True,
     ),
     Excluded({"numerics": ["eager"], "weights": ["freeze"]}, "folded values round otherwise", is_error=True),
