@@ -69,17 +69,18 @@ def divide(
     Args:
         halves: cuts the graph in two.
         run: runs passes on a forward.
-        weights: positions of parameters among the program's inputs.
         memory: "int8", or the share of the bytes that are kept without the option.
+        weights: positions of parameters among the program's inputs.
 
     Raises:
         OptionsError: the share is smaller than the smallest that can be; with that one.
     """
     partition, most = Partition(*halves(1.0)), None
     if isinstance(memory, float):
-        whole = sum(value.size for value in _values(partition, weights))
+        values = _values(partition, weights)
+        whole = sum(value.size for value in values)
         most = int(memory * whole)
-        if least_bytes(_values(partition, weights), 8) > most:
+        if least_bytes(values, 8) > most:
             partition = _again(halves, partition, whole, most, weights)
             most = max(most, least_bytes(_values(partition, weights), 4))
     run(partition.forward, (KeepLess(weights, most),))
