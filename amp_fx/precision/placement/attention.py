@@ -12,7 +12,8 @@ Constants are fitted to 22 sizes on a Zen 5, torch 2.13, one thread (2 to 256 he
 backward kept probabilities and had two products fewer: two products took 0.42 to 0.86 of the flash kernel's time,
 forward and backward 0.11 to 0.69 (1.1 where glibc hands memory back), but for a head of 2,048 x 2,048 scores (1.0 to
 1.65) and, forward alone, for four heads of 16 x 16 (3.5). Predicted was 0.65 to 1.6 times what was found. Of a Zen 4
-and of AMX only the flash kernel's constants were measured.
+only the flash kernel's constants were measured. With AMX a product is so fast that softmax, copies and the start of a
+product for each head are what takes time: what is found there stands in the profile, and counts in place of these.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value, graph_inputs_of, is_parameter
-from amp_fx.precision.placement.profile import FLASH, FLASH_BLOCKS, FLASH_QUERY, DeviceProfile
+from amp_fx.precision.placement.profile import (
+    FLASH,
+    FLASH_BLOCKS,
+    FLASH_QUERY,
+    PRODUCTS,
+    DeviceProfile,
+)
 from amp_fx.precision.plans.label import ReasonKind
 
 #: share of the flash kernel's time from which products are taken: predictions are that good
@@ -87,10 +94,18 @@ class Attention:
         """Seconds of two products around a softmax, and of their backward."""
         scores = self.heads * self.queries * self.keys
         operands = self.heads * (self.queries + self.keys) * self.width
+        wide, low = profile.peak["float32"], profile.peak["bfloat16"]
+        found = PRODUCTS[: 1 + self.training]
+        if profile.calls.keys() >= {name for names in found for name in names}:
+            parts = zip(*found, strict=True)
+            seconds = sum(
+                work * sum(profile.calls[name] for name in names)
+                for names, work in zip(parts, (self.heads, scores, operands), strict=True)
+            )
+            return seconds - self.low_scores * 2 * scores * self.width / low
         # in inference blocks of heads follow each other
         at_once = scores if self.training else max(self.queries * self.keys, scores // _BLOCKS)
         beyond = scores * max(0.0, 1 - _CACHE / at_once) * _BEYOND
-        wide, low = profile.peak["float32"], profile.peak["bfloat16"]
         seconds = 0.0
         for backward in range(1 + self.training):
             products = _PRODUCTS[backward] - (self.low_scores and not backward)

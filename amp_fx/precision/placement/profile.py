@@ -39,10 +39,16 @@ FLASH_QUERY = "flash_query"
 #: what it takes for a block of queries and one of keys, and for an operation of their products, forward and backward
 FLASH_BLOCKS = ("flash_block", "flash_product"), ("flash_block_backward", "flash_product_backward")
 FLASH = (FLASH_QUERY, *FLASH_BLOCKS[0], *FLASH_BLOCKS[1])
+#: what two products around a softmax take in place of it, forward and backward, for a head, a score, and an element of
+#: a query or a key
+PRODUCTS = (
+    ("products_head", "products_score", "products_element"),
+    ("products_head_backward", "products_score_backward", "products_element_backward"),
+)
 #: what a profile may have a matmul rate for, and parts of calls of libraries that it may have times of
 _KEYS = {
     "peak": tuple(dict.fromkeys(level.rate for level in LEVELS.values())),
-    "calls": FLASH,
+    "calls": (*FLASH, *PRODUCTS[0], *PRODUCTS[1]),
 }
 
 _FORMAT = "amp_fx device profile"
@@ -65,8 +71,8 @@ class DeviceProfile:
     bandwidth: float  # of main or device memory, in bytes/s, reads and writes together
     #: what a kernel of its own costs at least, in seconds: the launch on CUDA, the call and a parallel region on CPU
     launch: float
-    #: name -> seconds, on all threads together, that a part of a library's call takes: the flash kernel's blocks and
-    #: their products, where they were measured
+    #: name -> seconds, on all threads together, that a part of attention takes: the flash kernel's blocks and their
+    #: products, and what is written in its place, where they were measured
     calls: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def is_slower_in(self, low: torch.dtype | None) -> bool:

@@ -93,12 +93,11 @@ def test_a_cpu_whose_flash_kernel_was_not_measured_keeps_it() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("queries", [1, 128, 1024])
-def test_with_amx_the_flash_kernel_stays_for_a_single_query_and_for_long_sequences(
-    queries: int, training: bool
-) -> None:
+def test_with_amx_products_are_for_training_with_short_sequences(queries: int, training: bool) -> None:
     query, key = (heads(1, 12, length, 64).bfloat16() for length in (queries, max(queries, 128)))
     found = choice(query, key, profile=AMX, training=training)
-    assert (found[0] == "products") is (queries == 128)
+    # of the kernel's time, products took 1.5 in inference and 0.47 in a step; with 1,024 queries 3.8 and 1.8
+    assert (found[0] == "products") is (queries == 128 and training)
 
 
 def test_on_a_zen_5_products_are_chosen_for_a_head_of_1024_queries_and_not_of_2048() -> None:
