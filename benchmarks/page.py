@@ -88,7 +88,6 @@ def sections(folder: Path) -> dict[str, str]:
         "trained": [chart.table(*read_timings(path)) for path in sorted(folder.glob("trained_*.jsonl"))],
         "gpu": [speed(*group) for group in gpus],
         "engines": [beside(*each, without=("freezing",), ratios=False) for each in shown],
-        "learning": [table(read_runs(path)) for path in sorted(folder.glob("learning_*.jsonl"))],
     }
     return {name: "\n\n".join(several) for name, several in found.items()}
 
@@ -99,6 +98,7 @@ def count_sections(folder: Path) -> dict[str, str]:
         "counts": [_counts(*read(path)) for path in sorted(folder.glob("counts_cpu_*.jsonl"))],
         "target": [_target(*read(path)) for path in sorted(folder.glob("counts_cuda_*.jsonl"))],
         "errors": [_errors(*read(path)) for path in sorted(folder.glob("errors_*.jsonl"))],
+        "learning": [table(read_runs(path)) for path in sorted(folder.glob("learning_*.jsonl"))],
     }
     return {name: "\n\n".join(several) for name, several in found.items()}
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import mean
 from typing import TypeAlias
 
+from benchmarks.long_runs import read_runs
 from benchmarks.page import RESULTS
 from benchmarks.results import TimingRow, read_timings, relative
 
@@ -60,6 +62,7 @@ def quotes(folder: Path = RESULTS) -> dict[str, list[str]]:
             fp8_loss,
             f"{_speeds(on_a_cpu, 'amp_fx')} times as fast as with autocast",
             f"at {_span([_memory(case, 'amp_fx') for case in on_a_cpu.values()])} of its peak memory",
+            f"{_accuracy(folder, 'amp_fx_scaler')} against {_accuracy(folder, 'fp32')} in fp32",
         ],
         "docs/when-not.md": [
             f"{efficientnet} times as fast as amp_fx for an EfficientNet-Lite0 and {fcpe} times for FCPE",
@@ -125,6 +128,12 @@ def _memory(case: Mapping[str, TimingRow], arm: str) -> float:
     if ours is None or not theirs:
         raise ValueError(f"{case[arm].workload} has no peak of {arm} and autocast")
     return ours / theirs
+
+
+def _accuracy(folder: Path, arm: str) -> str:
+    """Of the small ViT that is trained on digits: the mean of its seeds."""
+    [path] = folder.glob("learning_*.jsonl")
+    return f"{mean(run.result for run in read_runs(path) if (run.task, run.arm) == ('digits_vit', arm)):.4f}"
 
 
 def _span(values: list[float], digits: int = 2) -> str:
