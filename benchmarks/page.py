@@ -1,4 +1,4 @@
-"""Writes the numbers of docs/benchmarks.md, and a table of docs/engines.md, from benchmarks/results: none is typed.
+"""Writes the tables of docs/benchmarks.md and of pages for contributors from benchmarks/results: none is typed.
 
     python -m benchmarks.page
 
@@ -26,6 +26,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 PAGE = _ROOT / "docs" / "benchmarks.md"
 ENGINES_PAGE = _ROOT / "docs" / "contributors" / "int8.md"
 CPU_PAGE = _ROOT / "docs" / "contributors" / "cpu-times.md"
+COUNTS_PAGE = _ROOT / "docs" / "contributors" / "costs.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 
 #: arm in the results -> column on the page
@@ -75,32 +76,29 @@ _COMPARED = (
     ("int8_measured", "openvino_int8"),
     ("package_int8", "openvino_int8"),
 )
+#: the results of other engines that users are shown: all engines, on the CPU on which amp_fx loses most
+_SHOWN = "engines_cpu_x86_64_sapphire_rapids"
 
 
 def sections(folder: Path) -> dict[str, str]:
-    """Name of a section -> what stands in it, as Markdown."""
-    paths = {
-        kind: sorted(folder.glob(f"{kind}_*.jsonl"))
-        for kind in [
-            "counts_cpu",
-            "counts_cuda",
-            "errors",
-            "timings_cpu",
-            "timings_cuda",
-            "engines",
-            "trained",
-            "learning",
-        ]
-    }
+    """Name of a section -> what stands in it, as Markdown: the page for users has one table for each question."""
+    gpus = joined(sorted(folder.glob("timings_cuda_*.jsonl")))
+    shown = _beside(sorted(folder.glob(f"{_SHOWN}_*.jsonl")), threads=2)
     found = {
-        "counts": [_counts(*read(path)) for path in paths["counts_cpu"]],
-        "target": [_target(*read(path)) for path in paths["counts_cuda"]],
-        "errors": [_errors(*read(path)) for path in paths["errors"]],
-        "speed": [speed(*group) for group in joined(paths["timings_cpu"])],
-        "gpu": [speed(*group) for group in joined(paths["timings_cuda"])],
-        "engines": [beside(*found) for found in _beside(paths["engines"], threads=2)],
-        "trained": [chart.table(*read_timings(path)) for path in paths["trained"]],
-        "learning": [table(read_runs(path)) for path in paths["learning"]],
+        "trained": [chart.table(*read_timings(path)) for path in sorted(folder.glob("trained_*.jsonl"))],
+        "gpu": [speed(*group) for group in gpus],
+        "engines": [beside(*each, without=("freezing",), ratios=False) for each in shown],
+    }
+    return {name: "\n\n".join(several) for name, several in found.items()}
+
+
+def count_sections(folder: Path) -> dict[str, str]:
+    """The same of the page about counts, for contributors."""
+    found = {
+        "counts": [_counts(*read(path)) for path in sorted(folder.glob("counts_cpu_*.jsonl"))],
+        "target": [_target(*read(path)) for path in sorted(folder.glob("counts_cuda_*.jsonl"))],
+        "errors": [_errors(*read(path)) for path in sorted(folder.glob("errors_*.jsonl"))],
+        "learning": [table(read_runs(path)) for path in sorted(folder.glob("learning_*.jsonl"))],
     }
     return {name: "\n\n".join(several) for name, several in found.items()}
 
@@ -120,10 +118,14 @@ def _files(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     return f"{engine_files.table(rows)}\n\n({where}, {versions}; `python -m benchmarks engines_files`)"
 
 
-def one_thread(folder: Path) -> dict[str, str]:
-    """The same of the page for contributors: other engines with one thread."""
-    found = _beside(sorted(folder.glob("engines_*.jsonl")), threads=1)
-    return {"engines": "\n\n".join(beside(*each) for each in found)}
+def cpu_sections(folder: Path) -> dict[str, str]:
+    """The same of the page about CPUs, for contributors: times by commit, and all tables of other engines."""
+    paths = sorted(folder.glob("engines_*.jsonl"))
+    found = {
+        "speed": [speed(*group) for group in joined(sorted(folder.glob("timings_cpu_*.jsonl")))],
+        "engines": [beside(*each) for threads in (2, 1) for each in _beside(paths, threads)],
+    }
+    return {name: "\n\n".join(several) for name, several in found.items()}
 
 
 def _beside(paths: Sequence[Path], threads: int) -> list[tuple[dict[str, Any], list[TimingRow]]]:
@@ -131,7 +133,12 @@ def _beside(paths: Sequence[Path], threads: int) -> list[tuple[dict[str, Any], l
 
 
 #: page -> what stands in it
-PAGES = {PAGE: sections, ENGINES_PAGE: engine_sections, CPU_PAGE: one_thread}
+PAGES = {
+    PAGE: sections,
+    ENGINES_PAGE: engine_sections,
+    CPU_PAGE: cpu_sections,
+    COUNTS_PAGE: count_sections,
+}
 
 
 def source(head: Mapping[str, Any]) -> str:
@@ -244,11 +251,13 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     return "\n".join(lines)
 
 
-def beside(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
+def beside(
+    head: Mapping[str, Any], rows: Sequence[TimingRow], without: Sequence[str] = (), ratios: bool = True
+) -> str:
     """Times of inference beside other engines, with the errors, and ratios; columns of the arms that were timed."""
-    timed = {row.arm for row in rows if row.times}
+    timed = {row.arm for row in rows if row.times}.difference(without)
     shown = {arm: title for arm, title in _BESIDE.items() if arm in timed}
-    compared = [pair for pair in _COMPARED if timed.issuperset(pair)]
+    compared = [pair for pair in _COMPARED if ratios and timed.issuperset(pair)]
     titles = [*shown.values(), *(f"{_BESIDE[one]} / {_BESIDE[other]}" for one, other in compared)]
     lines = [
         f"Milliseconds, and relative error against fp64. {source(head)};",
@@ -263,8 +272,8 @@ def beside(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
             f"{1e3 * found[arm].time.median:.2f}, {found[arm].error or math.nan:.0e}" if arm in found else "-"
             for arm in shown
         ]
-        ratios = [relative([*found.values()], *pair).median for pair in compared]
-        cells += ["-" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in ratios]
+        times = [relative([*found.values()], *pair).median for pair in compared]
+        cells += ["-" if math.isnan(time) else f"{time:.2f}" for time in times]
         lines.append(f"| {workload.partition('_')[2]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 //
 //   run_package model.aoti.pt2 input.bin int64|float32 output.bin 2 32
 //
-// Input and output files hold raw numbers; the last arguments are the input's shape. docs/export.md says how
+// Input and output files hold raw numbers; the last arguments are the input's shape. docs/contributors/cpu-times.md says how
 // to compile it.
 
 #include <ATen/core/Tensor.h>

@@ -33,7 +33,7 @@ def cases(rows: Sequence[TimingRow]) -> dict[str, dict[str, TimingRow]]:
 def table(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     """Milliseconds, and of autocast's the time and the error."""
     lines = [
-        "Milliseconds, and of autocast's the time and the error against fp64.",
+        "Each cell: milliseconds, then time and error against fp64, both relative to autocast's.",
         f"{head['processor']} with AMX, threads: {head['threads']}, torch {head['torch']},",
         f"commit {head['commit']}, {head['date']};",
         f"reproduce with `python -m benchmarks --only trained --threads {head['threads']}`.",

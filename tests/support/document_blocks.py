@@ -97,16 +97,8 @@ def reading() -> dict[str, Any]:
 
 
 def recipes() -> dict[str, Any]:
-    from accelerate import Accelerator
-    from lightning.pytorch import Trainer as LightningTrainer
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.optim.swa_utils import AveragedModel
-    from transformers import Trainer as HuggingFaceTrainer
-    from transformers import TrainingArguments
-
-    def trainer(*args: Any, **options: Any) -> Any:
-        """The two trainers of the page have one name in their libraries."""
-        return HuggingFaceTrainer(*args, **options) if args else LightningTrainer(**options)
 
     given = common()
     return given | {
@@ -115,12 +107,9 @@ def recipes() -> dict[str, Any]:
         "batches": [given["batch"]],
         "generator": Net(),
         "discriminator": Net(),
-        "Accelerator": Accelerator,
         "AveragedModel": AveragedModel,
         "MixedPrecisionPolicy": MixedPrecisionPolicy,
         "fully_shard": fully_shard,
-        "Trainer": trainer,
-        "args": TrainingArguments("out", report_to=[], use_cpu=True),
     }
 
 

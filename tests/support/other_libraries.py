@@ -1,4 +1,4 @@
-"""What the tests of other libraries share, and which of them shows what docs/integrations.md says works."""
+"""What the tests of other libraries share, and which of them shows each claim of the page about conformance."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
     return {node.dtype for plan in recording.plans for node in plan.nodes} - {torch.float32, None}
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "contributors" / "conformance.md"
 FOLDER = Path(__file__).parents[1] / "cpu" / "integrations"
 
 #: library -> its file of tests, and what works -> the test that shows it

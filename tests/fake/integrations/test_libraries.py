@@ -1,4 +1,4 @@
-"""What integrations share: libraries that are missing, claims of docs/integrations.md, a scaler's numbers in logs."""
+"""What integrations share: missing libraries, claims of the page about conformance, a scaler's numbers in logs."""
 
 from __future__ import annotations
 
