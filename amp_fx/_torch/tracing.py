@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._C._autograd import (
     _saved_tensors_hooks_is_enabled,  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+    _top_saved_tensors_default_hooks,  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 )
 from torch._C._functorch import (
     get_dynamic_layer_stack_depth,
@@ -38,7 +39,7 @@ __all__ = [
     "get_proxy_mode", "has_autocast_rule", "ignore_fresh_symbols", "in_disabled_autocast",
     "is_functorch_wrapped", "is_hidden_call", "is_hooks_switch", "known_sizes", "make_fx", "nesting_change",
     "onednn_computes", "op_name", "own_op", "quantised_ops", "registered_ops", "saved_tensors_shield",
-    "size_hint", "size_with",
+    "saves_through_hooks", "size_hint", "size_with",
     "symbolic_kernels", "track_tensor_tree",
 ]  # fmt: skip
 
@@ -184,6 +185,12 @@ def autocast_shield() -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_enabled(_UNUSED_DEVICE, False)
+
+
+def saves_through_hooks() -> bool:
+    """True where hooks take what autograd saves: the program's own (``saved_tensors_hooks``), or checkpointing's."""
+    # also while Dynamo traces, where autograd runs none
+    return _top_saved_tensors_default_hooks(True) is not None
 
 
 @contextlib.contextmanager

@@ -141,7 +141,7 @@ def compile_rewritten(
         return _WithPrepared(kept, invocation.opts)
     if place is None and not plan.changed and not invocation.in_autocast:
         logger.debug("nothing to cast: the graph is compiled as Dynamo made it")
-        return lower(invocation.gm, invocation.example_inputs, invocation.opts, invocation.scaler)
+        rewritten = invocation.gm
     return lower(
         rewritten, invocation.example_inputs, invocation.opts, invocation.scaler, place, invocation.notes
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,13 +11,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import Halves, partitioner
+from amp_fx._torch import Halves, partitioner, saves_through_hooks
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import OptionsError
 from amp_fx.graphs.partition import Partition
 from amp_fx.passes import KeepLess, Note, Notes, Pass, PassContext, run_in_order
 from amp_fx.passes.inductor.keep_less import described, kept_storages, masters_of
 from amp_fx.precision.placement.kept import KeptValue, least_bytes
+
+logger = logging.getLogger(__name__)
 
 #: steps in which the share that torch computes again is looked for
 _STEPS = 16
@@ -31,10 +34,15 @@ def keeping_hook(
 ) -> dict[str, Any]:
     """The Inductor option that makes forward and backward of its joint graphs; none where the option is "keep".
 
+    Nor where hooks take what is saved: a hook may do arithmetic, and that of integers is another one.
+
     ``sources`` is a hash of the code of passes; what they note is added to ``notes``.
     """
     context, memory = PassContext(disabled=opts.disable_passes), opts.activation_memory
     if memory == "keep":
+        return {}
+    if saves_through_hooks():
+        logger.info("activation_memory=%r means 'keep' in graphs compiled under saved_tensors_hooks", memory)
         return {}
 
     def run(forward: fx.GraphModule, passes: tuple[Pass, ...]) -> None:

@@ -235,6 +235,38 @@ def test_eager_numerics_and_fewer_bits_contradict_each_other() -> None:
         amp_fx.options(activation_memory="int8", numerics="eager")
 
 
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@pytest.mark.parametrize(
+    "hooks", [(doubled, halved), (fx.symbolic_trace(doubled), fx.symbolic_trace(halved))]
+)
+def test_hooks_that_compute_with_what_is_saved_are_given_no_integers(hooks: Any) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Mlp()
+    options = {"strict": True, "profile": "off", "activation_memory": "int8"}
+    compiled: Any = torch.compile(model, backend="amp_fx", options=options)
+    with op_by_op() as graphs, only_looking(), torch.autograd.graph.saved_tensors_hooks(*hooks):
+        compiled(batch()).backward()
+    assert torch.int8 not in kept_dtypes(graphs[0])
+    found = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    assert max(errors(found, in_fp64(Mlp, batch())).values()) < 1.2e-2
+
+
+def test_what_a_model_in_bf16_saves_is_said() -> None:
+    torch._dynamo.reset()
+    options = {"profile": "off", "activation_memory": "int8"}
+    model, x = Mlp().bfloat16(), batch(1024).bfloat16()
+    (saved,) = [plan.saved for plan in amp_fx.explain(model, x, options=options).plans if plan.saved]
+    assert saved["after"] < 0.6 * saved["before"]
+
+
 def test_explain_says_what_is_saved_before_and_after() -> None:
     torch._dynamo.reset()
     options = {"profile": "off", "activation_memory": "int8"}
