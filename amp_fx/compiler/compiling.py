@@ -31,7 +31,7 @@ from amp_fx._torch import (
     traced_anew,
     tunes_kernels,
 )
-from amp_fx.compiler.keeping import keeping_hook
+from amp_fx.compiler.keeping import keeping_hook, told_of_hooks
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import PassError
 from amp_fx.graphs.calls import add_input, convolves, dotted_path
@@ -309,7 +309,7 @@ def lower(
     # caches do not tell a listener what the passes chose, and which of torch's faults are met
     anew = traced_anew() if is_heard() else contextlib.nullcontext()
     with autocast_shield(), anew:
-        compiled = compile_with_inductor(gm, example_inputs, {**inductor, **own})
+        compiled = told_of_hooks(compile_with_inductor(gm, example_inputs, {**inductor, **own}), opts)
     return compiled if scaled is None else scaled.bind(compiled)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +53,31 @@ def keeping_hook(
     weights = tuple(at for at, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter))
     uuid = f"{sources} {memory} {weights} {sorted(opts.disable_passes)}"
     return partitioner(uuid, lambda halves: divide(halves, run, memory, weights), opts.inductor)
+
+
+def told_of_hooks(compiled: Callable[..., Any], opts: Options) -> Callable[..., Any]:
+    """A compiled graph that warns once where hooks take what it saves, and were not there when it was compiled.
+
+    Dynamo guards on no hooks but those that it compiles in.
+    """
+    if opts.activation_memory == "keep" or saves_through_hooks():
+        return compiled
+    told = False
+
+    def run(*args: Any) -> Any:
+        nonlocal told
+        if not told and saves_through_hooks() and torch.is_grad_enabled():
+            told = True
+            warnings.warn(
+                "saved_tensors_hooks take 8-bit integers and their scales "
+                f"(activation_memory={opts.activation_memory!r}): the graph was compiled without hooks. Hooks that "
+                "move or copy tensors are right; hooks that compute give wrong gradients: "
+                "call torch._dynamo.reset(), then call the model first under them.",
+                stacklevel=2,
+            )
+        return compiled(*args)
+
+    return run
 
 
 def saved_for_backward(notes: Notes) -> dict[str, int]:

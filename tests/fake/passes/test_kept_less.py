@@ -259,6 +259,19 @@ def test_hooks_that_compute_with_what_is_saved_are_given_no_integers(hooks: Any)
     assert max(errors(found, in_fp64(Mlp, batch())).values()) < 1.2e-2
 
 
+def test_hooks_that_come_after_the_compilation_are_told_once_of_integers() -> None:
+    torch._dynamo.reset()
+    options = {"strict": True, "profile": "off", "activation_memory": "int8"}
+    compiled: Any = torch.compile(Mlp(), backend="amp_fx", options=options)
+    with op_by_op(), only_looking():
+        compiled(batch()).backward()
+        # right: it moves tensors, and computes nothing
+        with torch.autograd.graph.save_on_cpu():
+            with pytest.warns(UserWarning, match=r"compiled without hooks.*torch\._dynamo\.reset"):
+                compiled(batch()).backward()
+            compiled(batch()).backward()
+
+
 def test_what_a_model_in_bf16_saves_is_said() -> None:
     torch._dynamo.reset()
     options = {"profile": "off", "activation_memory": "int8"}
