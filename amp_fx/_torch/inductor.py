@@ -52,12 +52,14 @@ def compile_with_inductor(
 
 
 @contextlib.contextmanager
-def traced_anew() -> Iterator[None]:
-    """Inside, graphs are traced and lowered even where a cache has the result; a C++ compiler's are taken from its."""
-    from torch._inductor import config
+def traced_anew() -> Iterator[dict[str, Any]]:
+    """Inside, graphs are traced even where a cache has the result; a C++ compiler's results are taken from its.
 
-    with _functorch_config.patch(enable_autograd_cache=False), config.patch(fx_graph_cache=False):
-        yield
+    Yields the options with which Inductor lowers them anew. As options they hold for a backward, too, which is compiled
+    when it is first called.
+    """
+    with _functorch_config.patch(enable_autograd_cache=False):
+        yield {"fx_graph_cache": False}
 
 
 def compile_package(ep: torch.export.ExportedProgram, path: str, configs: Mapping[str, Any]) -> None:

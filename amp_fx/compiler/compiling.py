@@ -307,9 +307,9 @@ def lower(
         # what the caches hand out may call it
         convert_op()
     # caches do not tell a listener what the passes chose, and which of torch's faults are met
-    anew = traced_anew() if is_heard() else contextlib.nullcontext()
-    with autocast_shield(), anew:
-        compiled = told_of_hooks(compile_with_inductor(gm, example_inputs, {**inductor, **own}), opts)
+    with autocast_shield(), traced_anew() if is_heard() else contextlib.nullcontext({}) as anew:
+        compiled = compile_with_inductor(gm, example_inputs, {**inductor, **own, **anew})
+    compiled = told_of_hooks(compiled, opts)
     return compiled if scaled is None else scaled.bind(compiled)
 
 
