@@ -86,7 +86,7 @@ _AMX_FLASH = {
     "flash_query": 0.3e-9, "flash_block": 3e-6, "flash_product": 4.1e-12,
     "flash_block_backward": 72e-6, "flash_product_backward": 5.3e-12,
 }  # fmt: skip
-#: fitted to 21 sizes on a Xeon with AMX, one thread, torch 2.13 (4 to 256 heads, 16 to 1,024 queries): 0.7 to 1.3 of
+#: fitted to 19 sizes on a Xeon with AMX, one thread, torch 2.13 (4 to 256 heads, 16 to 1,024 queries): 0.7 to 1.3 of
 #: the times found. In inference products took 0.94 to 3.8 of the flash kernel's time, in training 0.2 to 1.8
 _AMX_ATTENTION = {
     **_AMX_FLASH, "products_head": 1.6e-6, "products_score": 2.6e-9, "products_element": 0.26e-9,
