@@ -6,8 +6,9 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,17 +29,36 @@ _APART = 0.3
 _ROUNDING = 1e-5
 #: times what fp32 rounds that compiled code, which adds up in another order, may be from fp64
 _ROUNDED_OTHERWISE = 3.0
+#: times what fp32 rounds in one batch, from which on the errors of others need no fp64
+_ROUNDED_AWAY = 30.0
 #: bytes of parameters up to which a copy in fp64 is made
 _MOST_FP64 = 2**30
 
 
-class _Judged(NamedTuple):
-    """A step with what it gives in fp64, if that is known, and in fp32, and how far that of an equal step is apart."""
+@dataclass
+class _Judged:
+    """A step with what it gives in fp32, and how far that of an equal step is apart."""
 
     step: Step
-    exact: Results | None
     plain: Results
     apart: float
+
+    @functools.cached_property
+    def exact(self) -> Results | None:
+        """The results in fp64, where a copy of the model has room and runs."""
+        if sum(p.numel() * p.element_size() for p in self.step.model.parameters()) <= _MOST_FP64:
+            try:
+                return self.step.exact()
+            except RuntimeError as error:
+                # the program makes tensors of fp32 itself
+                logger.debug("the model does not run in float64: %s", error)
+        return None
+
+    def error(self, found: Results, rounded: float) -> float:
+        """The error of results. ``rounded``: that of fp32; where it counts for nothing, fp64 takes only time."""
+        if rounded and (error := self.step.error(found, self.plain)) > _ROUNDED_AWAY * rounded:
+            return error
+        return self.step.error(found, self.exact or self.plain)
 
 
 class Verifier:
@@ -67,14 +87,16 @@ class Verifier:
         # late: it listens to Dynamo as soon as it is loaded. By its name, the program would seem to have asked for it
         from amp_fx.compiler.backend import amp_fx
 
-        if any(row.exact is None for row in rows):
+        if rows[0].exact is None:
             # numbers may be drawn: as in code that is not compiled. Without, the program finds this code in the cache
             options = {**options, "fallback_random": True}
         with apart(), only_looking():
             program = torch.compile(rows[0].step.model, backend=amp_fx, options=options)
             found = [row.step.results(program, self._scale) for row in rows]
-        pairs = zip(rows, found, strict=True)
-        return math.sqrt(fmean(row.step.error(each, row.exact or row.plain) ** 2 for row, each in pairs))
+        first, *others = zip(rows, found, strict=True)
+        rounded = 0.0 if rows[0].exact is None else rows[0].step.error(rows[0].plain, rows[0].exact)
+        errors = [first[0].error(first[1], 0.0), *(row.error(each, rounded) for row, each in others)]
+        return math.sqrt(fmean(error**2 for error in errors))
 
     @functools.cached_property
     def states(self) -> list[list[_Judged]]:
@@ -86,7 +108,7 @@ class Verifier:
                 plain = step.results()
                 # what differs from call to call differs in the first
                 apart = 0.0 if rows else step.error(step.results(), plain)
-                rows.append(_Judged(step, _exact(step), plain, apart))
+                rows.append(_Judged(step, plain, apart))
         return list(states.values())
 
     def keeps(self, measured: float, limit: float, predicted: float) -> bool:
@@ -125,17 +147,6 @@ class Verifier:
         return _said(
             f"a step that is compiled in float32 is {apart:.1e} from the uncompiled one", apart, limit
         )
-
-
-def _exact(step: Step) -> Results | None:
-    """The results of a step in fp64, where a copy of the model has room and runs."""
-    if sum(p.numel() * p.element_size() for p in step.model.parameters()) <= _MOST_FP64:
-        try:
-            return step.exact()
-        except RuntimeError as error:
-            # the program makes tensors of fp32 itself
-            logger.debug("the model does not run in float64: %s", error)
-    return None
 
 
 def _said(what: str, apart: float, limit: float) -> str:

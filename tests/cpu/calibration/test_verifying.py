@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ import amp_fx
 from amp_fx import Calibration, OptionsError, PlanError
 from amp_fx.compiler.settings import Options
 from amp_fx.instruments.calibration.verifying import Verifier
-from amp_fx.instruments.step import Step
+from amp_fx.instruments.step import Step, relative_error
 from amp_fx.precision.plans.sensitivity import CallSensitivity, as_number
 from support.checks.below_16_bits import FP8_CPU, MLP, emulating_blocks, error, exact_gradients, gradients
 from support.models.small import Parts
@@ -213,3 +215,20 @@ def test_states_of_different_programs_are_told_apart(states: States) -> None:
         Calibration.worst(states[0], other)
     with pytest.raises(OptionsError):
         Calibration.worst()
+
+
+def test_only_the_first_batch_runs_in_fp64_where_fp32_is_far_surer_than_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs, exact = [], Step.exact
+    monkeypatch.setattr(Step, "exact", lambda step: runs.append(step) or exact(step))
+    model, batches = net().eval(), [(torch.randn(64, 32),) for _ in range(3)]
+    plan = amp_fx.calibrate(model, batches, of="outputs", profile="off").plan()
+    assert len(runs) == 1
+    options = {"plan": plan.plans, "weights": "cache"}
+    compiled = torch.compile(model, backend="amp_fx", options=options)
+    wide = copy.deepcopy(model).double()
+    with torch.no_grad():
+        errors = [relative_error({"y": compiled(x)}, {"y": wide(x.double())}) for (x,) in batches]
+    found = math.sqrt(sum(each**2 for each in errors) / 3)
+    assert plan.measured == pytest.approx(found, rel=1e-3)
