@@ -22,7 +22,7 @@ from amp_fx.graphs.values import in_place_target
 from amp_fx.instruments.calibration import measuring
 from amp_fx.instruments.calibration.measuring import noise, smoothed
 from amp_fx.instruments.calibration.meter import Meter
-from amp_fx.instruments.calibration.operands import attend
+from amp_fx.instruments.calibration.operands import attend, convolved_by_a_product, reads_few_channels
 from amp_fx.passes import (
     Classify,
     Constrain,
@@ -342,3 +342,26 @@ def test_with_dropout_on_a_cpu_scores_and_the_gradient_of_probabilities_are_roun
 
     assert slots(0.0) == {PROBABILITIES: (True, False), SCORES: (False, True), RESULT: (True, False)}
     assert slots(0.2) == {PROBABILITIES: (True, True), SCORES: (True, True)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "stride", "padding", "dilation"),
+    [
+        ((2, 3, 17, 12), (5, 3), (2, 1), (2, 1), (1, 1)),
+        ((2, 1, 90, 1), (16, 1), (4, 1), (0, 0), (1, 1)),
+        ((1, 4, 20, 21), (3, 3), (2,), (1,), (2,)),
+    ],
+)
+def test_a_first_convolution_as_a_product_has_its_results_and_gradients(
+    sizes: tuple[int, ...], window: tuple[int, ...], stride: Any, padding: Any, dilation: Any
+) -> None:
+    x = torch.randn(sizes, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, sizes[1], *window, dtype=torch.float64, requires_grad=True)
+    given = x, weight, torch.randn(6, dtype=torch.float64), stride, padding, dilation
+    assert reads_few_channels(*given)
+    found, expected = convolved_by_a_product(*given), torch.ops.aten.conv2d.default(*given)
+    torch.testing.assert_close(found, expected)
+    signs = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad((each * signs).sum(), (x, weight)) for each in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+    assert not reads_few_channels(x, weight)  # a step of one
