@@ -128,21 +128,24 @@ class Step:
         with self.returned(program) as returned:
             return self.judged(returned, scale)
 
+    def drawn_results(self) -> tuple[Results, bool]:
+        """The results as the model computes them, and whether it draws random numbers for them."""
+        before: list[Any] = []
+
+        def program(*args: Any, **kwargs: Any) -> Any:
+            before.append(_drawn())
+            return self.model(*args, **kwargs)
+
+        with self.returned(program) as returned:
+            return self.judged(returned), [_drawn()] != before
+
     def exact(self) -> Results | None:
         """Results of a copy of the model in fp64; None where the model draws random numbers, which differ in fp64."""
         call = tree_map(
             lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, self.call
         )
-        wide = replace(self, model=copy.deepcopy(self.model).double(), call=call)
-        before: list[Any] = []
-
-        def program(*args: Any, **kwargs: Any) -> Any:
-            before.append(_drawn())
-            return wide.model(*args, **kwargs)
-
-        with wide.returned(program) as returned:
-            found = wide.judged(returned)
-            return found if [_drawn()] == before else None
+        found, draws = replace(self, model=copy.deepcopy(self.model).double(), call=call).drawn_results()
+        return None if draws else found
 
     def error(self, results: Results, reference: Results) -> float:
         """Relative L2 error of all gradients together; of outputs, each weighs the same: root of the mean square."""

@@ -37,14 +37,7 @@ from amp_fx.graphs.values import (
     tensors,
 )
 from amp_fx.instruments.calibration.meter import Key, Meter, Rounding
-from amp_fx.instruments.calibration.operands import (
-    attend,
-    convolve,
-    convolved_by_a_product,
-    multiply,
-    reads_few_channels,
-    try_measured,
-)
+from amp_fx.instruments.calibration.operands import attend, convolve, convolve_first, multiply, try_measured
 from amp_fx.instruments.calibration.ranges import CallId, result_of
 from amp_fx.passes.levels.matmuls import additions_of, convolution_added
 from amp_fx.passes.levels.quantise_matmuls import is_convolved
@@ -185,8 +178,8 @@ class _Measured(fx.Interpreter):
             # autograd refuses some whose arguments have gradients: a sum of values in integers
             with torch.no_grad():
                 return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
-        if n.target is aten.conv2d.default and not kwargs and reads_few_channels(*args):
-            return convolved_by_a_product(*args)
+        if n.target is aten.conv2d.default:
+            return _laid_out(convolve_first(*args, **kwargs), n.meta["val"])
         if "scaled_dot_product" not in str(n.target):
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         with sdpa_kernel([SDPBackend.MATH]):

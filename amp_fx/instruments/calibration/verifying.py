@@ -37,16 +37,18 @@ _MOST_FP64 = 2**30
 
 @dataclass
 class _Judged:
-    """A step with what it gives in fp32, and how far that of an equal step is apart."""
+    """A step with what it gives in fp32, whether it draws random numbers, and how far an equal step is apart."""
 
     step: Step
     plain: Results
+    draws: bool
     apart: float
 
     @functools.cached_property
     def exact(self) -> Results | None:
-        """The results in fp64, where a copy of the model has room and runs."""
-        if sum(p.numel() * p.element_size() for p in self.step.model.parameters()) <= _MOST_FP64:
+        """The results in fp64, where a copy of the model has room and runs, and draws nothing."""
+        size = sum(p.numel() * p.element_size() for p in self.step.model.parameters())
+        if not self.draws and size <= _MOST_FP64:
             try:
                 return self.step.exact()
             except RuntimeError as error:
@@ -54,8 +56,13 @@ class _Judged:
                 logger.debug("the model does not run in float64: %s", error)
         return None
 
+    @property
+    def rounded(self) -> float:
+        """The error of fp32, 0 where that is not known."""
+        return 0.0 if self.exact is None else self.step.error(self.plain, self.exact)
+
     def error(self, found: Results, rounded: float) -> float:
-        """The error of results. ``rounded``: that of fp32; where it counts for nothing, fp64 takes only time."""
+        """The error of results; fp64 takes only time where that of fp32 is known, and counts for nothing."""
         if rounded and (error := self.step.error(found, self.plain)) > _ROUNDED_AWAY * rounded:
             return error
         return self.step.error(found, self.exact or self.plain)
@@ -87,14 +94,13 @@ class Verifier:
         # late: it listens to Dynamo as soon as it is loaded. By its name, the program would seem to have asked for it
         from amp_fx.compiler.backend import amp_fx
 
-        if rows[0].exact is None:
+        if rows[0].exact is None or any(row.draws for row in rows):
             # numbers may be drawn: as in code that is not compiled. Without, the program finds this code in the cache
             options = {**options, "fallback_random": True}
         with apart(), only_looking():
             program = torch.compile(rows[0].step.model, backend=amp_fx, options=options)
             found = [row.step.results(program, self._scale) for row in rows]
-        first, *others = zip(rows, found, strict=True)
-        rounded = 0.0 if rows[0].exact is None else rows[0].step.error(rows[0].plain, rows[0].exact)
+        (first, *others), rounded = zip(rows, found, strict=True), rows[0].rounded
         errors = [first[0].error(first[1], 0.0), *(row.error(each, rounded) for row, each in others)]
         return math.sqrt(fmean(error**2 for error in errors))
 
@@ -105,10 +111,10 @@ class Verifier:
         for step in self._steps:
             rows = states.setdefault(id(step.model), [])
             if len(rows) < _MOST_STEPS:
-                plain = step.results()
+                plain, draws = step.drawn_results()
                 # what differs from call to call differs in the first
                 apart = 0.0 if rows else step.error(step.results(), plain)
-                rows.append(_Judged(step, plain, apart))
+                rows.append(_Judged(step, plain, draws, apart))
         return list(states.values())
 
     def keeps(self, measured: float, limit: float, predicted: float) -> bool:
@@ -139,8 +145,7 @@ class Verifier:
 
     def doubt_compiled(self, limit: float) -> str:
         """A doubt from a step that is compiled in float32, whose distance is held against float32's own rounding."""
-        known = [row for rows in self.states for row in rows if row.exact is not None]
-        rounded = max((row.step.error(row.plain, row.exact or {}) for row in known), default=0.0)
+        rounded = max(row.rounded for rows in self.states for row in rows)
         apart = self._fp32
         if apart <= _ROUNDED_OTHERWISE * rounded:
             return ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from amp_fx.graphs.values import in_place_target
 from amp_fx.instruments.calibration import measuring
 from amp_fx.instruments.calibration.measuring import noise, smoothed
 from amp_fx.instruments.calibration.meter import Meter
-from amp_fx.instruments.calibration.operands import attend, convolved_by_a_product, reads_few_channels
+from amp_fx.instruments.calibration.operands import attend, convolve_first
 from amp_fx.passes import (
     Classify,
     Constrain,
@@ -347,9 +348,9 @@ def test_with_dropout_on_a_cpu_scores_and_the_gradient_of_probabilities_are_roun
 @pytest.mark.parametrize(
     ("sizes", "window", "stride", "padding", "dilation"),
     [
-        ((2, 3, 17, 12), (5, 3), (2, 1), (2, 1), (1, 1)),
-        ((2, 1, 90, 1), (16, 1), (4, 1), (0, 0), (1, 1)),
-        ((1, 4, 20, 21), (3, 3), (2,), (1,), (2,)),
+        ((2, 3, 17, 12), (5, 3), (5, 4), (2, 1), (1, 1)),
+        ((2, 1, 90, 1), (16, 1), (4, 1), (3, 0), (1, 1)),
+        ((1, 4, 20, 21), (3, 3), (3,), (1,), (2,)),
     ],
 )
 def test_a_first_convolution_as_a_product_has_its_results_and_gradients(
@@ -358,10 +359,32 @@ def test_a_first_convolution_as_a_product_has_its_results_and_gradients(
     x = torch.randn(sizes, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, sizes[1], *window, dtype=torch.float64, requires_grad=True)
     given = x, weight, torch.randn(6, dtype=torch.float64), stride, padding, dilation
-    assert reads_few_channels(*given)
-    found, expected = convolved_by_a_product(*given), torch.ops.aten.conv2d.default(*given)
+    with mock.patch.object(F, "unfold", wraps=F.unfold) as unfold:
+        found, expected = convolve_first(*given), torch.ops.aten.conv2d.default(*given)
+        assert unfold.call_count == 1
+        convolve_first(x, weight)
+        convolve_first(x, torch.randn(6, sizes[1], 3, 3, dtype=torch.float64), padding=(1, 1), stride=(2, 2))
+        assert unfold.call_count == 1
     torch.testing.assert_close(found, expected)
     signs = torch.randn_like(expected)
     ours, theirs = (torch.autograd.grad((each * signs).sum(), (x, weight)) for each in (found, expected))
     torch.testing.assert_close(ours, theirs)
-    assert not reads_few_channels(x, weight)  # a step of one
+
+
+def test_a_first_convolution_in_channels_last_is_measured_as_it_is_laid_out() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 8, 3, stride=3), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.conv(x).permute(0, 2, 3, 1).view(-1, 8))
+
+    model = Rows().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(2, 3, 12, 12).contiguous(memory_format=torch.channels_last)
+    assert model(x).shape == (32, 4)
+    predicted = amp_fx.calibrate(model, x, of="outputs", profile="off").autocast_error
+    exact = copy.deepcopy(model).double()(x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    assert predicted == pytest.approx(((found - exact).norm() / exact.norm()).item(), rel=0.5)

@@ -232,3 +232,20 @@ def test_only_the_first_batch_runs_in_fp64_where_fp32_is_far_surer_than_the_plan
         errors = [relative_error({"y": compiled(x)}, {"y": wide(x.double())}) for (x,) in batches]
     found = math.sqrt(sum(each**2 for each in errors) / 3)
     assert plan.measured == pytest.approx(found, rel=1e-3)
+
+
+def test_each_batch_runs_in_fp64_where_the_plan_is_as_sure_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, exact = [], Step.exact
+    monkeypatch.setattr(Step, "exact", lambda step: runs.append(step) or exact(step))
+    batches = [(torch.randn(64, 32),) for _ in range(3)]
+    plan = amp_fx.calibrate(net().eval(), batches, of="outputs", profile="off").plan(error=1e-6)
+    assert len(runs) == 3
+    assert plan.measured is not None
+    assert plan.measured < 1e-6
+
+
+def test_numbers_that_a_later_batch_alone_draws_are_the_same_in_compiled_code() -> None:
+    model = net(given=lambda x: x if len(x) == 64 else F.dropout(x, 0.3))
+    batches = [(torch.randn(rows, 32),) for rows in (64, 48)]
+    plan = amp_fx.calibrate(model, batches, of="outputs", profile="off").plan()
+    assert plan.measured == pytest.approx(plan.point.error, rel=0.35)
