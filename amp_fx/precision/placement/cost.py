@@ -30,7 +30,7 @@ from amp_fx._torch import OpOverload, size_hint
 from amp_fx.graphs.calls import arguments, is_layout, is_parameter, values_read
 from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
 from amp_fx.graphs.traits import Trait, has_trait, op_row
-from amp_fx.graphs.values import is_eligible, is_view, numel
+from amp_fx.graphs.values import in_place_target, is_eligible, is_view, numel
 from amp_fx.precision.placement.attention import PAYS, operands, refusal, single_query
 from amp_fx.precision.placement.convolutions import convolution_times
 from amp_fx.precision.placement.gpus import NOMINAL
@@ -66,7 +66,8 @@ class CostModel:
         self._flops: dict[str, int] = {}
         #: seconds in fp32 and low of what was timed, by the low dtype
         self._timed: dict[torch.dtype, dict[fx.Node, tuple[float, float]]] = {}
-        self._views = {node for node in self.graph.nodes if is_view(node)}
+        # a write in place is computed like any other result, and is fused
+        self._views = {node for node in self.graph.nodes if is_view(node) and in_place_target(node) is None}
         for node in self.graph.nodes:
             base = node.all_input_nodes[0] if node in self._views else None
             in_memory = self.is_external(node) or self.is_input(node)

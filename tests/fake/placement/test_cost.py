@@ -209,3 +209,22 @@ def test_symbolic_sizes_count_with_their_hint() -> None:
     assert cost.traffic(nodes["linear"], 2) == 2 * N * 10**12
     _, low = cost.arithmetic(nodes["linear"], BF16) or (0, 0)
     assert low == 2 * N * WIDTH * 10**12
+
+
+def test_a_write_in_place_costs_what_a_new_value_costs() -> None:
+    def read(*, in_place: bool) -> list[tuple[bool, int]]:
+        def program(x: Tensor, w: Tensor) -> Tensor:
+            y = (x @ w).sin()
+            y = y.add_(x) if in_place else y.add(x)
+            y = torch.relu_(y) if in_place else torch.relu(y)
+            return y @ w
+
+        cost, nodes = model(program, x(), w(torch.float32))
+        values = [node for node in nodes.values() if node.op == "call_function"]
+        return [
+            (cost.reads_memory(user, value), cost.read(user, value, 2))
+            for value in values
+            for user in value.users
+        ]
+
+    assert read(in_place=True) == read(in_place=False)
