@@ -2,20 +2,10 @@
 
 A value has an alias for each call that reads it, so that the way into one call has a gradient of its own. What is added
 up there, and why, is in ``meter.py``.
-
-Where rounding flips the sign of what a ReLU reads, its derivative jumps: no derivative of second order shows that. A
-ReLU whose derivative is a ramp as wide as the noise has one. With noise of deviation sigma, a normal ramp of deviation
-``sigma / sqrt(8)`` gives the same mean square change of the derivative as the flips do: with x spread evenly around 0,
-``sigma^2 * integral(phi(x / w)^2 / w^2) = sigma^2 / (2 sqrt(pi) w)`` is to be the mean ``sigma sqrt(2 / pi)`` of the
-noise's magnitude, the share of elements that flip.
-
-The noise is that of torch.autocast. Flips grow with sigma, and what a smoothed derivative shows with its square: for a
-plan with a quarter of the noise they are twice as many as predicted.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.graphs.calls import short_source, where
-from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form, op_row
+from amp_fx.graphs.traits import LinearForm, linear_form, op_row
 from amp_fx.graphs.values import (
     in_place_target,
     is_eligible,
@@ -39,6 +29,8 @@ from amp_fx.graphs.values import (
 from amp_fx.instruments.calibration.meter import Key, Meter, Rounding
 from amp_fx.instruments.calibration.operands import attend, convolve, convolve_first, multiply, try_measured
 from amp_fx.instruments.calibration.ranges import CallId, result_of
+from amp_fx.instruments.calibration.smoothing import noise, smoothed
+from amp_fx.instruments.calibration.writes import apart_from, writes_apart
 from amp_fx.passes.levels.matmuls import additions_of, convolution_added
 from amp_fx.passes.levels.quantise_matmuls import is_convolved
 from amp_fx.precision.plans.label import Label, label_of
@@ -54,7 +46,7 @@ _CALLS_BODY = frozenset({"tag_activation_checkpoint", "wrap", "wrap_activation_c
 def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[Any]) -> Any:
     """Runs a captured and classified graph on real inputs; the meter observes every value under the graph's number."""
     if not meter.of_outputs:
-        return _Measured(gm, meter, graph, noise(gm, meter.low, args)).run(*args)
+        return apart_from(args, _Measured(gm, meter, graph, noise(gm, meter.low, args)).run(*args))
 
     def followed(value: Any) -> Any:
         """The meter learns whether what a graph returns reaches what is judged."""
@@ -63,14 +55,13 @@ def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[An
             return value.detach().requires_grad_()
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
-        value = value.view_as(value)
         meter.returned.add(graph)
         value.register_hook(lambda _: meter.reached.add(graph))
         return value
 
     # outputs do not jump where derivatives do, so that no ReLU is smoothed
     with torch.set_grad_enabled(meter.ranges is None):
-        return tree_map(followed, _Measured(gm, meter, graph, {}).run(*args))
+        return tree_map(followed, apart_from(args, _Measured(gm, meter, graph, {}).run(*args)))
 
 
 class _Measured(fx.Interpreter):
@@ -83,7 +74,12 @@ class _Measured(fx.Interpreter):
         self._meter = meter
         self._graph = graph
         self._noise_of = noise_of
-        self._written = storages_written_in(gm.graph)
+        #: writes in place that make a new value -> the nodes that name it before
+        self._apart = writes_apart(gm.graph)
+        #: inputs that are written to, as they are given, and what they become
+        self._given: dict[fx.Node, Tensor] = {}
+        self._final: dict[fx.Node, Tensor] = {}
+        self._written = storages_written_in(gm.graph) - {storage_of(node) for node in self._apart}
         #: where the sensitivity of a value, for all who read it, is added up
         self._keys: dict[fx.Node, Key] = {}
         self._roundings: dict[fx.Node, Rounding] = {}
@@ -95,9 +91,13 @@ class _Measured(fx.Interpreter):
             # what a program does not differentiate is rounded all the same
             return None
         if n.op == "output":
+            self._write_to_inputs()
             return fx.map_arg(n.args[0], self._returned)
         if n.op == "placeholder":
-            return self._leaf(n, super().run_node(n))
+            value = super().run_node(n)
+            if any(names[0] is n for names in self._apart.values()):
+                self._given[n] = value
+            return self._leaf(n, value)
         if isinstance(n.target, HigherOrderOperator) and n.target.name() in _CALLS_BODY:
             # a checkpoint runs its body, whose calls are observed like others
             body, *operands = n.args
@@ -109,10 +109,40 @@ class _Measured(fx.Interpreter):
         label = label_of(n)
         placed = None if label is None or label.op_class is OpClass.KEEP else label
         read = {} if placed is None else self._aliases(n, placed)
+        args: Any
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda source: read.get(source, self.env[source]))
+        before = self._apart.get(n)
+        if before is not None:
+            args = (args[0].clone(), *args[1:])
         result = self._leaf(n, self._call(n, placed, args, kwargs))
-        if in_place_target(n) is not None and isinstance(result, Tensor) and result.requires_grad:
+        if (
+            before is None
+            and in_place_target(n) is not None
+            and isinstance(result, Tensor)
+            and result.requires_grad
+        ):
             self._meter.writes[short_source(where(n))] = None
+        result = self._observed(n, label, placed, result)
+        for name in before or ():
+            # who reads the value by an older name reads it as it is now
+            self.env[name] = result
+            self._roundings.pop(name, None)
+            if name in self._given:
+                self._final[name] = result
+        return result
+
+    def _write_to_inputs(self) -> None:
+        """Inputs become what was written to them, for those who see them outside of the graph."""
+        for writer, (first, *_) in self._apart.items():
+            if first.op == "placeholder":
+                given = self._given[first]
+                if first in self._final:
+                    with torch.set_grad_enabled(not given.is_leaf):
+                        given.copy_(self._final.pop(first))
+                self.env[first] = self.env[writer] = given
+
+    def _observed(self, n: fx.Node, label: Label | None, placed: Label | None, result: Any) -> Any:
+        """A result by an alias that is observed, or as it is."""
         if label is None or not self._is_observed(n, result):
             return result
         key = self._graph, label.name, ""
@@ -130,7 +160,8 @@ class _Measured(fx.Interpreter):
 
     def _known_of_view(self, n: fx.Node, label: Label, result: Tensor) -> Key | None:
         """Where the sensitivity of a view's base is known: a view that repeats no element has the same."""
-        found = [(slot, self.env[source]) for slot, _, source in slots(n)] if is_view(n) else []
+        is_same = is_view(n) and in_place_target(n) is None
+        found = [(slot, self.env[source]) for slot, _, source in slots(n)] if is_same else []
         if len(found) != 1 or result.numel() > found[0][1].numel():
             return None
         return self._meter.known((self._graph, label.name, found[0][0]))
@@ -268,58 +299,3 @@ def _laid_out(result: Any, like: Any) -> Any:
         return result
     empty = torch.empty_strided(result.shape, like.stride(), dtype=result.dtype, device=result.device)
     return empty.copy_(result)
-
-
-def smoothed(node: fx.Node, x: Tensor, sigma: float) -> Tensor:
-    """``relu(x)``, or ``relu_(x)``, with the derivative of a ramp for noise of deviation ``sigma``, not 0."""
-    is_in_place = node.target is aten.relu_.default
-    # what is written to is no longer there for the backward
-    read = x.clone() if is_in_place else x
-    width = sigma / math.sqrt(8)
-    density = torch.exp(-0.5 * (read / width).square()) / math.sqrt(2 * math.pi)
-    ramp = read * torch.special.ndtr(read / width) + width * density
-    result = ramp + (torch.relu(read) - ramp).detach()
-    return x.copy_(result) if is_in_place else result
-
-
-def noise(gm: fx.GraphModule, low: torch.dtype, args: Sequence[Any]) -> dict[fx.Node, float]:
-    """Deviation of what every ReLU of a classified graph reads, between fp32 and torch.autocast; changes no input."""
-    if not any(has_trait(node, Trait.RELU) for node in gm.graph.nodes):
-        return {}
-    written = storages_written_in(gm.graph)
-    inputs = list(zip(gm.graph.find_nodes(op="placeholder"), args, strict=True))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    wide, narrow = (_Rounded(gm, dtype) for dtype in (torch.float32, low))
-    for run in (wide, narrow):
-        given = [
-            arg.clone() if isinstance(arg, Tensor) and storage_of(node) in written else arg
-            for node, arg in inputs
-        ]
-        # what is dropped in one of the two is dropped in the other
-        with torch.random.fork_rng(devices), torch.no_grad():
-            run.run(*given)
-    return {node: (narrow.read[node] - x).square().mean().sqrt().item() for node, x in wide.read.items()}
-
-
-class _Rounded(fx.Interpreter):
-    """Runs a graph with the roundings of torch.autocast, and keeps what every ReLU reads."""
-
-    def __init__(self, gm: fx.GraphModule, low: torch.dtype) -> None:
-        super().__init__(gm)
-        self._low = low
-        self.read: dict[fx.Node, Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        if has_trait(n, Trait.RELU):
-            (x,) = n.all_input_nodes
-            self.read[n] = self.env[x].clone()
-        return self._rounded(n, super().run_node(n))
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        return tree_map(lambda value: self._rounded(n, value), super().fetch_args_kwargs_from_env(n))
-
-    def _rounded(self, n: fx.Node, value: Any) -> Any:
-        label = label_of(n)
-        is_low = label is not None and label.op_class is OpClass.LOW
-        is_wide = isinstance(value, Tensor) and value.dtype is torch.float32
-        return value.to(self._low).float() if is_low and is_wide else value

@@ -11,7 +11,6 @@ backward gives what all values do to s, and there are no gradients that could be
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -37,8 +36,6 @@ from amp_fx.precision.plans.sensitivity import (
 )
 from amp_fx.precision.policy.levels import FORWARD, Level
 
-logger = logging.getLogger(__name__)
-
 #: graph, call, slot; the slot is empty for the call's result
 Key = tuple[int, str, str]
 
@@ -47,6 +44,9 @@ RoleKey = tuple[int, str, str, str]
 
 #: what torch says where an op has no derivative, or that has none; the last where another library registered the op
 _NO_DERIVATIVE = "not implemented", "does not support", "no autograd formula was registered"
+
+#: what torch says of a view that code without gradients has made and written to
+_VIEW_WRITTEN = "view was created in no_grad mode"
 
 K = TypeVar("K", bound=Hashable)
 
@@ -57,6 +57,10 @@ class Rounding(NamedTuple):
     error: Tensor
     stride: int
     overflows: bool
+
+
+class CutOffError(AmpFxError):
+    """Code that runs without gradients is between the graphs and the outputs."""
 
 
 @dataclass
@@ -262,19 +266,13 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) 
                     "zero."
                 )
         _probe(meter, used, norm, [*parameters, *meter.leaves], step.seed or 0, probes)
-    for graph in meter.returned - meter.reached:
-        logger.warning(
-            "no traced code leads from graph number %d to an output: what its rounding does is not known, and it is "
-            "planned as under torch.autocast",
-            graph,
-        )
 
 
 def _units(step: Step, returned: Any) -> tuple[list[Tensor], float]:
     """The outputs, each divided by its norm, and the norm of all of that."""
     outputs = [output for output in step.outputs(returned).values() if output.requires_grad]
     if not outputs:
-        raise AmpFxError(
+        raise CutOffError(
             "no traced code leads to an output of the model: there is nothing to plan. amp_fx.explain(model, *args) "
             "says what is not compiled, and why."
         )
@@ -322,6 +320,11 @@ def _differentiable(meter: Meter) -> Iterator[None]:
             warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
             yield
     except RuntimeError as error:
+        if _VIEW_WRITTEN in str(error):
+            raise CutOffError(
+                "code that is not traced writes in place to a view of what a graph returns: calibrate cannot "
+                "differentiate that. Make a new value there: x = x + y, not x += y."
+            ) from error
         if "modified by an inplace operation" in str(error):
             lines = "; ".join(meter.writes) or "code that is not traced"
             raise AmpFxError(

@@ -21,9 +21,9 @@ from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import in_place_target
 from amp_fx.instruments.calibration import measuring
-from amp_fx.instruments.calibration.measuring import noise, smoothed
 from amp_fx.instruments.calibration.meter import Meter
 from amp_fx.instruments.calibration.operands import attend, convolve_first
+from amp_fx.instruments.calibration.smoothing import noise, smoothed
 from amp_fx.passes import (
     Classify,
     Constrain,

@@ -200,18 +200,43 @@ def broken(x: Tensor) -> Tensor:
 
 @torch.compiler.disable()  # called, as the types of torch want it
 def not_traced(x: Tensor) -> Tensor:
-    return x * 2
+    return x * 1.0
 
 
-def test_graphs_before_a_break_count_and_before_code_that_is_not_traced_are_as_autocast_has_them(
+@torch.compiler.disable()
+def not_traced_in_place(x: Tensor) -> Tensor:
+    flat = x.view(-1)
+    flat *= 1.0
+    return x
+
+
+@torch.compiler.disable()
+def without_gradients(x: Tensor) -> Tensor:
+    return x.detach() * 2
+
+
+@pytest.mark.parametrize("between", [broken, not_traced, not_traced_in_place])
+def test_graphs_count_before_a_break_and_before_code_that_is_not_traced(
+    between: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(8, 32)
+    found = amp_fx.calibrate(parted(between), x, of="outputs", profile="off")
+    assert "not known" not in caplog.text
+    assert len(found.sensitivity.graphs) == 2
+    first, last = ([call.value for call in graph.calls] for graph in found.sensitivity.graphs)
+    (whole,) = amp_fx.calibrate(parted(torch.clone), x, of="outputs", profile="off").sensitivity.graphs
+    wanted = {call.name: call.value for call in whole.calls}
+    assert [first[0], last[-1]] == pytest.approx([wanted["linear"], wanted["linear_1"]], rel=1e-3)
+    compiled = amp_fx.compile(parted(between), plan=found.plan(budget=1.0, verify=False))
+    with torch.no_grad():
+        assert 0 < error([compiled(x)], [exact(parted(between), x)]) < 2 * found.autocast_error
+
+
+def test_graphs_before_code_without_gradients_are_as_autocast_has_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     x = torch.randn(8, 32)
-    found = amp_fx.calibrate(parted(broken), x, of="outputs", profile="off")
-    assert all(any(call.value for call in graph.calls) for graph in found.sensitivity.graphs)
-    assert len(found.sensitivity.graphs) == 2
-    assert "not known" not in caplog.text
-    found = amp_fx.calibrate(parted(not_traced), x, of="outputs", profile="off")
+    found = amp_fx.calibrate(parted(without_gradients), x, of="outputs", profile="off")
     first, second = found.sensitivity.graphs
     assert not first.calls
     assert any(call.value for call in second.calls)
@@ -220,7 +245,9 @@ def test_graphs_before_a_break_count_and_before_code_that_is_not_traced_are_as_a
     assert [[row.dtype is row.low for row in plan.nodes] for plan in strict.plans] == [[True], [False]]
     with pytest.raises(AmpFxError, match="no traced code leads to an output"):
         amp_fx.calibrate(
-            Parts(lambda m, x: not_traced(m.up(x)), up=nn.Linear(8, 8)), torch.randn(4, 8), of="outputs"
+            Parts(lambda m, x: without_gradients(m.up(x)), up=nn.Linear(8, 8)),
+            torch.randn(4, 8),
+            of="outputs",
         )
 
 
@@ -249,15 +276,18 @@ def test_sensitivity_of_outputs_is_not_taken_for_that_of_gradients(model: Any, t
         assert error([run(x)], [exact(small, x)]) < found.autocast_error
 
 
-def test_a_write_to_what_a_derivative_reads_is_told_with_its_line() -> None:
+def test_a_write_to_a_part_of_what_a_derivative_reads_is_told_with_its_line() -> None:
     def program(m: Any, x: Tensor) -> Tensor:
         h = F.relu(m.up(x))
         y = m.down(h)
-        h.add_(y)
+        (h if whole else h[:2]).add_(y if whole else y[:2])
         return m.head(F.relu(y.add(1), inplace=True) + h)
 
+    whole = True
     model = Parts(program, **{name: nn.Linear(8, 8) for name in ("up", "down", "head")})
-    with pytest.raises(AmpFxError, match=r"test_outputs\.py:\d+: h\.add_\(y\)"):
+    assert amp_fx.calibrate(model, torch.randn(4, 8), of="outputs", profile="off").autocast_error > 0
+    whole = False
+    with pytest.raises(AmpFxError, match=r"test_outputs\.py:\d+: \(h if whole else h\[:2\]\)\.add_"):
         amp_fx.calibrate(model, torch.randn(4, 8), of="outputs", profile="off")
 
 

@@ -1,0 +1,52 @@
+"""Calibration of programs that write in place: in a graph, and to what an earlier graph has returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+
+
+class Widened(nn.Module):
+    """Adds to what a layer returns, in place or not, with a graph break in between or not."""
+
+    def __init__(self, *, in_place: bool, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.added = nn.Parameter(torch.randn(64))
+        self.in_place, self.breaks = in_place, breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        if self.in_place:
+            y += self.added
+        else:
+            y = y + self.added
+        return self.down(y).square().mean()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("of", ["gradients", "outputs"])
+def test_a_value_that_is_written_to_costs_as_much_as_one_that_is_not(of: Any, breaks: bool) -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+    def sensitivities(*, in_place: bool) -> dict[str, list[float | None]]:
+        model = Widened(in_place=in_place, breaks=breaks)
+        graphs = amp_fx.calibrate(model, x, of=of, profile="off").sensitivity.graphs
+        return {
+            call.name.rstrip("_"): [call.value, call.gradient, *(read.value for read in call.reads.values())]
+            for graph in graphs
+            for call in graph.calls
+        }
+
+    written, new = sensitivities(in_place=True), sensitivities(in_place=False)
+    assert written.keys() == new.keys()
+    assert all(written[name] == pytest.approx(new[name], rel=1e-3) for name in new)
+    assert all(new[name][0] for name in ("linear", "add"))
