@@ -22,7 +22,7 @@ from amp_fx.graphs.values import listed_devices
 from amp_fx.instruments.batches import compiling
 from amp_fx.instruments.calibration.equalising import Chosen, Products, Way, first_ways, narrowed
 from amp_fx.instruments.calibration.measuring import run_measured
-from amp_fx.instruments.calibration.meter import CutOffError, Meter, measure
+from amp_fx.instruments.calibration.meter import CutOffError, Meter, differentiable, measure
 from amp_fx.instruments.calibration.ranges import CallId, Ranges
 from amp_fx.instruments.calibration.traced import MeasuredGraph, TargetGraph, read_matmuls
 from amp_fx.instruments.progress import progress
@@ -142,7 +142,7 @@ class Graphs:
         self._meters.append(meter)
         say("ranges of values")
         for step in steps:
-            with compiling(step.model, step.call), step.returned(compiled):
+            with differentiable(meter), compiling(step.model, step.call), step.returned(compiled):
                 pass
             say("ranges of values", 1)
         self._meters.pop()

@@ -52,13 +52,17 @@ def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[An
         """The meter learns whether what a graph returns reaches what is judged."""
         if meter.ranges is not None and isinstance(value, Tensor) and value.is_floating_point():
             # as where it is observed: of an input that needs no gradient, Dynamo makes another graph
-            return value.detach().requires_grad_()
+            value = value.detach().requires_grad_()
+            with torch.set_grad_enabled(is_recorded):
+                # code that follows may write to it
+                return value.clone() if is_recorded else value
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         meter.returned.add(graph)
         value.register_hook(lambda _: meter.reached.add(graph))
         return value
 
+    is_recorded = torch.is_grad_enabled()
     # outputs do not jump where derivatives do, so that no ReLU is smoothed
     with torch.set_grad_enabled(meter.ranges is None):
         return tree_map(followed, apart_from(args, _Measured(gm, meter, graph, {}).run(*args)))

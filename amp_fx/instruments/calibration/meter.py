@@ -251,7 +251,7 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) 
     for a loss whose gradient is zero or not finite.
     """
     parameters = [*step.parameters.values()]
-    with _differentiable(meter), step.returned(program) as returned, torch.enable_grad():
+    with differentiable(meter), step.returned(program) as returned, torch.enable_grad():
         if step.of_outputs:
             used, norm = _units(step, returned)
         else:
@@ -313,7 +313,7 @@ def _along(values: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _differentiable(meter: Meter) -> Iterator[None]:
+def differentiable(meter: Meter) -> Iterator[None]:
     """Names the cause where an op has no derivative, or no second one, or what it reads is written to."""
     try:
         with warnings.catch_warnings():
