@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from amp_fx.precision.plans.plan import CastPlan, Cost, ModuleCasts
+from amp_fx.precision.plans.saved import SavedValue
 from amp_fx.precision.policy import OpClass
 from amp_fx.viz.words import short_dtype
 
@@ -227,8 +228,9 @@ class Graph:
 class Drawing:
     """The picture of a report.
 
-    ``text`` is its first screen, ``diff`` the difference in words, or empty. ``more`` says why all kernels move more
-    bytes than torch.autocast's, or is empty. ``measured`` is what calls are coloured by, a key of ``style.MEASURED``.
+    ``saved`` is what takes most of what is kept for the backward, ``text`` the first screen, ``diff`` the difference in
+    words, or empty. ``more`` says why all kernels move more bytes than torch.autocast's, or is empty. ``measured`` is
+    what calls are coloured by, a key of ``style.MEASURED``.
     """
 
     title: str
@@ -238,6 +240,7 @@ class Drawing:
     more: str
     totals: Mapping[str, Cost]
     modules: Sequence[ModuleCasts]
+    saved: Sequence[SavedValue]
     measured: str
     graphs: list[Graph]
 

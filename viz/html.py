@@ -14,7 +14,7 @@ from typing import Any
 from amp_fx.viz import beside, style
 from amp_fx.viz.graph import DEPTH, Drawing, Graph, Group, Marked, Node
 from amp_fx.viz.style import COLOURS, Border, Face
-from amp_fx.viz.words import cost_text, short_dtype, size
+from amp_fx.viz.words import cost_text, saved_text, short_dtype, size
 
 #: the page's own code, in the order in which it runs
 _SCRIPTS = ("visible.js", "words.js", "layout.js", "drawing.js", "viewer.js", "page.js")
@@ -36,6 +36,7 @@ def render(drawing: Drawing) -> str:
         "bars": "".join(_bars(drawing)),
         "more": escape(drawing.more),
         "policy": escape(drawing.policy),
+        "saved": "".join(f"<div>{escape(saved_text(row))}</div>" for row in drawing.saved),
         "diff": escape(drawing.diff),
         "legend": "".join(_sample(*sample) for sample in style.legend(drawing)),
         "text": escape(drawing.text),

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, NodePlan, Plan, dtype_name
 from amp_fx.precision.plans.plan_files import Diff, keyed
+from amp_fx.precision.plans.saved import SavedValue
 from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, levels
 from amp_fx.viz.style import measured
 from amp_fx.viz.words import because, more_bytes
@@ -36,6 +37,11 @@ class Drawable(Protocol):
     sensitivities: dict[str, dict[str, float | None]]
     measured: str
     modules: list[ModuleCasts]
+
+    @property
+    def largest_saved(self) -> Sequence[SavedValue]:
+        """What takes most of what is kept for the backward, largest first."""
+        ...
 
     def compared(self) -> Mapping[str, Cost]:
         """Costs by name, of amp_fx first."""
@@ -60,6 +66,7 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
         more=more_bytes(report.plans, moved.get("amp_fx"), moved.get("torch.autocast")),
         totals=totals,
         modules=report.modules,
+        saved=report.largest_saved,
         measured=report.measured,
         graphs=[_Builder(plan, names, report, earlier).build() for plan in report.plans],
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from amp_fx.errors import PlanError
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.precision.plans.label import SENSITIVITY, Reason, ReasonKind
 from amp_fx.precision.plans.plan import Cost, NodePlan, Plan
+from amp_fx.precision.plans.saved import SavedValue
 from amp_fx.precision.policy.levels import LEVELS
 
 #: dtype -> what casts and boxes call it; the others have their own name
@@ -41,6 +44,18 @@ def cost_text(cost: Cost) -> str:
         return f"{cost.casts} casts, {size(cost.cast_bytes)}"
     moved = f"{size(cost.kernel_bytes)} of {size(cost.moved)}, {per_cent(cost.kernel_bytes, cost.moved)}"
     return f"{cost.kernels} cast kernels of {cost.casts} casts move {moved}"
+
+
+def saved_text(row: SavedValue) -> str:
+    """``"2 x h.*.mlp: gelu, 524 kB, bf16 in 8 bits, groups of 64; read by the weight gradient of h.*.out"``."""
+    times, where = f"{row.times} x " * (row.times > 1), f"{row.module_path}: " * bool(row.module_path)
+    return f"{times}{where}{row.op}, {size(row.bytes)}, {kept_form(row.dtype, row.bits)}, {row.reason}"
+
+
+def kept_form(dtype: torch.dtype, bits: int) -> str:
+    """``"bf16"``, or ``"bf16 in 8 bits"`` where that is less."""
+    fewer = f" in {bits} bit{'s' * (bits > 1)}" if bits < 8 * dtype.itemsize else ""
+    return f"{short_dtype(dtype)}{fewer}"
 
 
 def because(row: NodePlan) -> str:

@@ -15,9 +15,9 @@ import torch.fx as fx
 from amp_fx._torch import Halves, partitioner, saves_through_hooks
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import OptionsError
-from amp_fx.graphs.partition import Partition
+from amp_fx.graphs.partition import Partition, kept_storages
 from amp_fx.passes import KeepLess, Note, Notes, Pass, PassContext, run_in_order
-from amp_fx.passes.inductor.keep_less import described, kept_storages, masters_of
+from amp_fx.passes.inductor.keep_less import described, masters_of
 from amp_fx.precision.placement.kept import KeptValue, least_bytes
 
 logger = logging.getLogger(__name__)

@@ -303,6 +303,11 @@ def dotted_path(source: str) -> str:
     return _INDEXED.sub(r".\1", _FRAME_LOCAL.sub("", source)).lstrip(".")
 
 
+def starred(path: str) -> str:
+    """A module path with ``*`` for the numbers of repeated blocks: ``"layers.*.up"``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
 def short_source(source: str) -> str:
     """``train.py:7: y = f(x)`` for a source line with its whole path; at most 60 characters."""
     path, colon, rest = source.partition(":")

@@ -49,8 +49,11 @@ PART = "amp_fx_part"
 #: graph that is placed by sensitivity under a policy below 16 bits -> what its matmuls may add to the error
 BUDGET = "amp_fx_level_budget"
 
-#: value that a forward graph returns to its backward -> True where the backward is to compute it, from what it reads
+#: value that a forward graph returns to its backward -> True where the backward is to compute it, from what it reads;
+#: and in the backward the calls that do
 AGAIN = "amp_fx_again"
+#: value that a forward graph returns to its backward -> :class:`Saved`
+SAVED = "amp_fx_saved"
 
 #: what AOTAutograd copies to all that a call becomes, backward included: the keys below stand in this one
 CUSTOM = "custom"
@@ -60,6 +63,20 @@ MARK = "amp_fx_may_run_below"
 RESULT_MARK = "amp_fx_result"
 #: attention of which an implementation was chosen -> its name in the plan
 ATTENTION_MARK = "amp_fx_attention"
+
+
+class Saved(NamedTuple):
+    """The note on what a forward graph keeps of a value for its backward.
+
+    Attributes:
+        value: name of the call that returns the value; of several that share a storage, the first.
+        bits: of an element of it: 8, 4 or 1; None where it is kept as it is.
+        how: in words, what else is to be said of the form, or why it is kept as it is.
+    """
+
+    value: str
+    bits: int | None
+    how: str
 
 
 class Kept(NamedTuple):

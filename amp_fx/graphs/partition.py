@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, OpOverload, kept_positions
+from amp_fx._torch import FakeTensor, OpOverload, kept_positions, program_outputs
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import AGAIN
-from amp_fx.graphs.values import tensors
+from amp_fx.graphs.values import storage_of, tensors
 
 
 class Partition:
@@ -75,7 +75,7 @@ class Partition:
             for step in steps:
                 copies[step] = self.backward.graph.node_copy(step, copies.__getitem__)
                 value = run_fake(copies[step], None if step.all_input_nodes else mode)
-                copies[step].meta = {**reader.meta, "val": value}
+                copies[step].meta = {**reader.meta, "val": value, AGAIN: True}
         return copies[steps[-1]]
 
     def _lay_out(self, again: fx.Node) -> None:
@@ -95,6 +95,21 @@ class Partition:
         output.args = ([node for _, node in all_of],)
         output.meta["desc"] = [output.meta["desc"][at] for at, _ in all_of]
         self.forward.graph.eliminate_dead_code()
+
+
+def kept_storages(gm: fx.GraphModule, *, returned: bool = False) -> list[list[fx.Node]]:
+    """The values that a forward keeps for its backward and was not given, those of one storage together.
+
+    With ``returned`` also values that the program returns as well.
+    """
+    others = gm.graph.find_nodes(op="placeholder") + ([] if returned else program_outputs(gm))
+    results: Any = gm.graph.output_node().args[0]
+    taken = {None, *map(storage_of, others)}
+    found: dict[Any, list[fx.Node]] = {}
+    for node in dict.fromkeys(results[at] for at in kept_positions(gm)):
+        if (storage := storage_of(node)) not in taken:
+            found.setdefault(storage, []).append(node)
+    return [*found.values()]
 
 
 def _steps(node: fx.Node) -> list[fx.Node]:

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import kept_positions, program_outputs, size_hint, unchanged_inputs
+from amp_fx._torch import kept_positions, size_hint, unchanged_inputs
 from amp_fx.errors import PassError
 from amp_fx.graphs.calls import CAST, base_name, convolves
 from amp_fx.graphs.fake_runs import is_matmul
-from amp_fx.graphs.keys import AGAIN
+from amp_fx.graphs.keys import AGAIN, SAVED, Saved
+from amp_fx.graphs.partition import kept_storages
 from amp_fx.graphs.rewriter import Rewriter
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import PLACED_DTYPES, numel, storage_of, tensors
+from amp_fx.graphs.values import PLACED_DTYPES, numel, tensors
 from amp_fx.passes.base import Note, Pass, PassContext, PassResult
 from amp_fx.passes.inductor.grouped_rounding import (
     BITS,
@@ -37,6 +38,15 @@ aten = torch.ops.aten
 _LEAST = 4096
 #: of a group, bytes of its scale, and in 4 bits of its least element
 _SCALE, _RANGE = 2, 6
+# why a value is kept as it is
+_SMALL = f"smaller than {_LEAST / 1e3:.0f} kB"
+_EXACT = "its dtype is not rounded"
+_NOT_DENSE = "its elements do not lie side by side"
+_UNEVEN = "its innermost dimension is not fixed, or no multiple of {}"
+_STATISTICS = "a statistic of a norm or of a softmax"
+_EXPONENT = "the argument of an exponential, or a mask"
+_NO_LESS = "its views take as much in 8 bits"
+_ENOUGH = "the budget holds without"
 #: how many times as many elements a call reads as it returns where its result is a statistic
 _STATISTIC = 4
 _LAYOUT = (aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default)
@@ -89,29 +99,21 @@ class KeepLess(Pass):
         if bits is None:
             raise PassError(f"what a step keeps takes more than {self.most} bytes in 4 bits, too")
         instead = {
-            node: _smaller(node, masters, bits[views[0].name])
+            node: _smaller(node, masters, views[0].name, bits[views[0].name])
             for views in kept
             if views[0].name in bits
             for node in views
         }
+        for views, value in zip(kept, values, strict=True):
+            if value.name not in bits:
+                for node in views:
+                    node.meta[SAVED] = Saved(value.name, None, value.why or _ENOUGH)
         output: Any = gm.graph.output_node()
         positions, returned = set(kept_positions(gm)), enumerate(output.args[0])
         if instead:
             output.args = ([instead.get(node, node) if at in positions else node for at, node in returned],)
         chosen = [(value, bits.get(value.name)) for value in values]
         return PassResult(f"{len(instead)} values are kept in fewer bits", len(instead), {Note.KEPT: chosen})
-
-
-def kept_storages(gm: fx.GraphModule) -> list[list[fx.Node]]:
-    """The values that a forward keeps for its backward and for nobody else, those of one storage together."""
-    others = [*gm.graph.find_nodes(op="placeholder"), *program_outputs(gm)]
-    results: Any = gm.graph.output_node().args[0]
-    taken = {None, *map(storage_of, others)}
-    found: dict[Any, list[fx.Node]] = {}
-    for node in dict.fromkeys(results[at] for at in kept_positions(gm)):
-        if (storage := storage_of(node)) not in taken:
-            found.setdefault(storage, []).append(node)
-    return [*found.values()]
 
 
 def masters_of(gm: fx.GraphModule, weights: Sequence[int]) -> set[fx.Node]:
@@ -126,22 +128,26 @@ def described(kept: Sequence[Sequence[fx.Node]], masters: Collection[fx.Node]) -
     for views in kept:
         size = size_hint(views[0].meta["val"].untyped_storage().nbytes())
         forms = [_forms(node, masters) for node in views]
-        known = [form for form in forms if form is not None]
+        known = [form for form in forms if not isinstance(form, str)]
         if len(known) < len(forms) or sum(eight for eight, *_ in known) >= size:
-            found.append(KeptValue(views[0].name, size, size, size))
+            why = next((form for form in forms if isinstance(form, str)), _NO_LESS)
+            found.append(KeptValue(views[0].name, size, size, size, why=why))
             continue
         eight, four, error = (sum(column) for column in zip(*known, strict=True))
         found.append(KeptValue(views[0].name, size, int(eight), int(four), error))
     return found
 
 
-def _forms(node: fx.Node, masters: Collection[fx.Node]) -> tuple[int, int, float] | None:
-    """The bytes of a value in 8 and in 4 bits, and what that adds to the error; None where it stays as it is."""
+def _forms(node: fx.Node, masters: Collection[fx.Node]) -> tuple[int, int, float] | str:
+    """The bytes of a value in 8 and in 4 bits, and what that adds to the error; or why it stays as it is."""
     if _weight_behind(node, masters):
         return 0, 0, 0.0
-    groups, value = _groups(node), node.meta["val"]
-    if groups is None or numel(value) * value.dtype.itemsize < _LEAST:
-        return None
+    value = node.meta["val"]
+    if numel(value) * value.dtype.itemsize < _LEAST:
+        return _SMALL
+    groups = _groups(node)
+    if isinstance(groups, str):
+        return groups
     elements, count = numel(value), numel(value) // groups.size
     if value.dtype is torch.bool:
         return count, count, 0.0
@@ -150,23 +156,27 @@ def _forms(node: fx.Node, masters: Collection[fx.Node]) -> tuple[int, int, float
     return elements + _SCALE * count, elements // 2 + _RANGE * count, error
 
 
-def _groups(node: fx.Node) -> Groups | None:
-    """How a value is read in groups; None where it is not to be rounded, or cannot be."""
+def _groups(node: fx.Node) -> Groups | str:
+    """How a value is read in groups; or why it is not to be rounded, or cannot be."""
     value = node.meta["val"]
-    if value.dtype not in (*PLACED_DTYPES, torch.bool) or not value.dim():
-        return None
+    if value.dtype not in (*PLACED_DTYPES, torch.bool):
+        return _EXACT
+    if value.dtype is not torch.bool and _is_statistic(node):
+        return _STATISTICS
+    if value.dtype is not torch.bool and _is_exponent(node):
+        return _EXPONENT
     order = [*_by_strides(value)]
     strides = [size_hint(value.stride(dim)) for dim in order if size_hint(value.shape[dim]) != 1]
     if not strides or strides[-1] != 1 or 0 in strides:
-        return None
+        return _NOT_DENSE
     if value.dim() > 3 and value.is_contiguous() and any(map(convolves, (node, *node.users))):
         # channels last, as Inductor runs convolutions
         order.append(order.pop(1))
     last = value.shape[order[-1]]
     sizes = (BITS,) if value.dtype is torch.bool else GROUPS
     size = next((size for size in sizes if isinstance(last, int) and last % size == 0), None)
-    if size is None or (value.dtype is not torch.bool and (_is_statistic(node) or _is_exponent(node))):
-        return None
+    if size is None:
+        return _UNEVEN.format(sizes[-1])
     return Groups(tuple(order), size)
 
 
@@ -246,8 +256,8 @@ def _weight_behind(node: fx.Node, masters: Collection[fx.Node]) -> list[fx.Node]
     return calls if is_cast and node in masters else []
 
 
-def _smaller(node: fx.Node, masters: Collection[fx.Node], bits: int) -> fx.Node:
-    """The value as the backward is to compute it, of what is kept in its place."""
+def _smaller(node: fx.Node, masters: Collection[fx.Node], name: str, bits: int) -> fx.Node:
+    """The value as the backward is to compute it, of what is kept in its place; ``name`` is that of its storage."""
     write, value = Rewriter(node.graph, captured=False), node.meta["val"]
     with write.before(node.next):
         if calls := _weight_behind(node, masters):
@@ -258,17 +268,18 @@ def _smaller(node: fx.Node, masters: Collection[fx.Node], bits: int) -> fx.Node:
             steps = write.added
         else:
             groups = _groups(node)
-            assert groups is not None
+            assert isinstance(groups, Groups)
             form = {"order": groups.order, "group": groups.size}
             if value.dtype is torch.bool:
-                round_, widen = to_bits, from_bits
+                round_, widen, bits = to_bits, from_bits, 1
             else:
                 round_, widen = (to_int8, from_int8) if bits == 8 else (to_int4, from_int4)
-            parts = write.trace(round_, node, **form)
-            made = len(write.added)
-            again = write.trace(
-                widen, *(parts if isinstance(parts, (list, tuple)) else (parts,)), **form, dtype=value.dtype
-            )
+            result = write.trace(round_, node, **form)
+            parts, made = result if isinstance(result, (list, tuple)) else (result,), len(write.added)
+            how = f"groups of {groups.size}" if bits > 1 else ""
+            for part in parts:
+                part.meta[SAVED] = Saved(name, bits, how)
+            again = write.trace(widen, *parts, **form, dtype=value.dtype)
             if groups.order != _by_strides(value):
                 again = write.call(aten.clone.default, again, memory_format=torch.contiguous_format)
             steps = write.added[made:]

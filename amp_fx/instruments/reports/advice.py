@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from amp_fx.compiler.notices import outside_remedy
+from amp_fx.graphs.calls import starred
 from amp_fx.graphs.values import KNOWN_NAMESPACES
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
@@ -208,11 +209,6 @@ def kept_lines(kept: dict[str, list[CastPlan]]) -> list[str]:
         what, bracket, place = (row["why"] or row["example"]).partition(" [")
         lines.append(f"{times}{what}, {row['bytes'] / 1e6:.3g} MB{bracket}{place}")
     return lines
-
-
-def starred(path: str) -> str:
-    """A module path with ``*`` for the numbers of repeated blocks: ``"layers.*.up"``."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _with_rule(plans: Sequence[Plan], rule: dict[str, str]) -> dict[str, Any]:

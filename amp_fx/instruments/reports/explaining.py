@@ -44,6 +44,7 @@ from amp_fx.instruments.reports.advice import (
 )
 from amp_fx.instruments.reports.lowered import LoweredGraphs, autocast_backend, casts_by_module
 from amp_fx.instruments.reports.report import Report, record
+from amp_fx.instruments.reports.saved import add_saved
 from amp_fx.instruments.step import apart, entry_of, plain, untouched
 from amp_fx.instruments.targets import find_target
 from amp_fx.instruments.targets.process import TargetProcess
@@ -221,6 +222,7 @@ def _compared(
     with record() as recording, only_looking(), unwrapped_errors(AmpFxError):
         ours = lower(partial(amp_fx, options=options))
     ours.complete(recording.plans)
+    add_saved(ours, recording.plans)
     outside = dict(ours.outside.flops)
     if not with_autocast:
         return Report(recording.plans, costs={"amp_fx": ours.cost}, outside=outside)

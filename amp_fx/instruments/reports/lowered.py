@@ -27,13 +27,13 @@ from amp_fx._torch import (
     size_hint,
 )
 from amp_fx.compiler.settings import Options
-from amp_fx.graphs.calls import module_path, source_line, target_name, values_read
+from amp_fx.graphs.calls import module_path, source_line, starred, target_name, values_read
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.fallback import under_autocast
+from amp_fx.graphs.partition import kept_storages
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, listed_devices, numel, tensors
-from amp_fx.instruments.reports.advice import starred
+from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, listed_devices, tensors
 from amp_fx.instruments.reports.outside import OutsideFlops
 from amp_fx.precision.plans.label import Label, Reason, ReasonKind
 from amp_fx.precision.plans.plan import CastSum, Cost, ModuleCasts, Plan, dtype_name
@@ -41,8 +41,6 @@ from amp_fx.precision.plans.reading import cast_plan, conversion, input_plan, no
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.levels import FORWARD, LEVELS, Level, is_narrow
 
-#: how AOTAutograd calls the inputs of a forward graph, and the gradients that enter a backward
-_GIVEN = "primals", "tangents"
 #: what a kernel may do beside converting and still be a cast
 _MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
 
@@ -114,17 +112,23 @@ class LoweredGraphs:
     @property
     def cost(self) -> Cost:
         """The cost of all graphs together."""
-        backward = [graph.lowered.before.graph for graph in self.graphs if graph.phase == "backward"]
-        return replace(
-            cost_of(graph.lowered for graph in self.graphs), saved=sum(map(_saved_bytes, backward))
+        kept = (views for _, forward, _ in self.steps for views in kept_storages(forward, returned=True))
+        saved = sum(map(storage_bytes, kept))
+        return replace(cost_of(graph.lowered for graph in self.graphs), saved=saved)
+
+    @property
+    def steps(self) -> list[tuple[str, fx.GraphModule, fx.GraphModule]]:
+        """Dynamo's id, forward and backward of the graphs that have both, as Inductor is given them."""
+        forward, backward = (
+            {graph.name: graph.lowered.before for graph in self.graphs if graph.phase == phase}
+            for phase in ("forward", "backward")
         )
+        return [(name, forward[name], backward[name]) for name in forward if name in backward]
 
 
-def _saved_bytes(backward: fx.Graph) -> int:
-    """Bytes that a backward graph is given, without the forward's own inputs and gradients."""
-    given = [node for node in backward.find_nodes(op="placeholder") if not node.name.startswith(_GIVEN)]
-    values = [value for node in given for value in tensors(node.meta.get("val"))]
-    return sum(numel(value) * value.dtype.itemsize for value in values)
+def storage_bytes(views: Sequence[fx.Node]) -> int:
+    """Bytes of the storage that values share; symbolic sizes by their hint."""
+    return size_hint(views[0].meta["val"].untyped_storage().nbytes())
 
 
 def _backward_plan(graph: _Graph, forward: Sequence[Plan]) -> Plan:
@@ -163,10 +167,10 @@ def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Lev
             # a weight's gradient leaves a 16-bit matmul in fp32
             (dtype,) = dtypes
         op_class = OpClass.LOW if dtype is low else OpClass.FP32
-    elif is_view(node) or _is_move(node):
+    elif is_view(node) or is_move(node):
         op_class = OpClass.FOLLOW
-    origin = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
-    what = f"gradient of {getattr(origin[-1][1], '__name__', origin[-1][1])}" if origin else "gradient"
+    origin = origin_of(node)
+    what = f"gradient of {origin}" if origin else "gradient"
     read = ", ".join(sorted(map(dtype_name, dtypes))) or "nothing floating"
     return Label(
         name=node.name,
@@ -182,10 +186,16 @@ def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Lev
     )
 
 
+def origin_of(node: fx.Node) -> str:
+    """The function or class whose call a node of a backward is a gradient of, ``"layer_norm"``; empty: not known."""
+    origin = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
+    return str(getattr(origin[-1][1], "__name__", origin[-1][1])) if origin else ""
+
+
 # --- casts of lowered graphs ---
 
 
-def _is_move(node: fx.Node) -> bool:
+def is_move(node: fx.Node) -> bool:
     """True for calls whose result has the values of their only tensor in another order or shape."""
     return has_trait(node, *_MOVES) and len(values_read(node)) == 1
 
@@ -269,36 +279,37 @@ def _casts(
 
 def _what(node: fx.Node, phase: str, weights: set[tuple[int, ...]]) -> str:
     """The kind of value that is cast, by its origin and its readers, through views and copies."""
-    source = _moved(node)
+    source = behind_moves(node)
     is_input = source.op == "placeholder" and not source.name.startswith("tangents")
-    if is_input and _shape(source) in weights:
+    if is_input and shape_of(source) in weights:
         return "weight"
     if phase == "forward":
         return "activation"
     reader = node
-    while len(reader.users) == 1 and _is_move(next(iter(reader.users))):
+    while len(reader.users) == 1 and is_move(next(iter(reader.users))):
         reader = next(iter(reader.users))
     leaves = any(user.op == "output" for user in reader.users)
-    return "weight gradient" if leaves and _shape(reader) in weights else "gradient"
+    return "weight gradient" if leaves and shape_of(reader) in weights else "gradient"
 
 
-def _moved(cast: fx.Node) -> fx.Node:
+def behind_moves(cast: fx.Node) -> fx.Node:
     """The value that a cast reads, without views and copies."""
     source = cast.all_input_nodes[0]
-    while _is_move(source):
+    while is_move(source):
         source = source.all_input_nodes[0]
     return source
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a tensor, symbolic sizes by their hint; of anything else, that of a number."""
     value = node.meta.get("val")
     return tuple(map(size_hint, value.shape)) if isinstance(value, Tensor) else ()
 
 
 def _module(node: fx.Node) -> str:
     """The module of a cast: of a graph input, its reader's; else its own, or that of a neighbour."""
-    source = _moved(node)
-    readers = [next(iter(user.users), user) if _is_move(user) else user for user in node.users]
+    source = behind_moves(node)
+    readers = [next(iter(user.users), user) if is_move(user) else user for user in node.users]
     neighbours = (*readers, node) if source.op == "placeholder" else (node, *readers, source)
     return next((path for path in map(module_path, neighbours) if path), "")
 

@@ -22,6 +22,7 @@ from amp_fx.precision.plans.files import as_data, check_kind, decode_file, read_
 from amp_fx.precision.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, Plan, dtype_name
 from amp_fx.precision.plans.plan_files import Diff, diff_plans
 from amp_fx.precision.plans.reading import listen
+from amp_fx.precision.plans.saved import SavedValue, largest
 from amp_fx.viz import beside, dot, html, model
 from amp_fx.viz.style import DTYPES
 from amp_fx.viz.words import because
@@ -102,6 +103,11 @@ class Report:
         """The casts that are kernels of their own after fusion, by the reason why they are, largest first."""
         return kept_casts(self.plans)
 
+    @property
+    def largest_saved(self) -> list[SavedValue]:
+        """What takes most of what is kept for the backward, ten rows: equal values of repeated blocks are one."""
+        return largest(value for plan in self.plans for value in plan.saved_values)
+
     def shares(self) -> dict[str, dict[str, float]]:
         """Share of each dtype, :attr:`outside` included: ``{"bfloat16": {"flops": 0.98, "bytes": 0.6}}``.
 
@@ -152,7 +158,9 @@ class Report:
             head += ["", *text.cost_lines(self.compared(), self.held, weights, is_measured=bool(self.costs))]
             head += text.saved_lines(self.plans)
         kept = kept_lines(self.kept)
-        return text.screen(head, text.findings(self.plans, kept, self.graph_breaks, self.advice, len(head)))
+        saved = self.largest_saved
+        blocks = text.findings(self.plans, kept, self.graph_breaks, self.advice, saved, len(head))
+        return text.screen(head, blocks)
 
     def __repr__(self) -> str:
         return f"<{text.heading(self.title, self.plans)}>"
@@ -168,8 +176,8 @@ class Report:
         return text.table(columns, dict(sorted(calls.items(), key=lambda item: (-item[1].total(), item[0]))))
 
     def to_markdown(self) -> str:
-        """First screen, calls by op and dtype, all advice, and every cast, as Markdown."""
-        return text.markdown(self.title, str(self), self.table(), self.advice, self.plans)
+        """First screen, calls by op and dtype, all advice, largest saved values, and every cast, as Markdown."""
+        return text.markdown(self.title, str(self), self.table(), self.advice, self.largest_saved, self.plans)
 
     def _repr_html_(self) -> str:
         calls = f"<summary>calls by op and dtype</summary><pre>{escape(self.table())}</pre>"
@@ -197,6 +205,7 @@ class Report:
             "advice": self.advice,
             "graph_breaks": self.graph_breaks,
             "kept": kept_data(self.kept),
+            "largest_saved": self.largest_saved,
         }
         saved = {name: getattr(self, name) for name in _SAVED}
         if not self.sensitivities:

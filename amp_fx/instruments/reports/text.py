@@ -13,7 +13,8 @@ import torch
 from amp_fx.graphs.calls import short_source
 from amp_fx.instruments.reports.advice import NO_AUTOCAST, NOT_COMPILED, OUTSIDE, UNUSED_RULE, Advice
 from amp_fx.precision.plans.plan import Cost, InputPlan, Plan, dtype_name
-from amp_fx.viz.words import more_bytes, size
+from amp_fx.precision.plans.saved import SavedValue
+from amp_fx.viz.words import kept_form, more_bytes, saved_text, size
 
 #: the first screen: lines, and characters in a line where there is no terminal that has fewer
 _LINES, _WIDTH = 25, 118
@@ -155,9 +156,14 @@ def saved_lines(plans: Sequence[Plan]) -> list[str]:
 
 
 def findings(
-    plans: Sequence[Plan], kept: Sequence[str], breaks: Sequence[str], advice: Sequence[Advice], taken: int
+    plans: Sequence[Plan],
+    kept: Sequence[str],
+    breaks: Sequence[str],
+    advice: Sequence[Advice],
+    saved: Sequence[SavedValue],
+    taken: int,
 ) -> list[list[str]]:
-    """Notes and advice; advice takes the lines that notes and those ``taken`` leave."""
+    """Notes, advice, and values that are kept for the backward; these take the lines that the rest leaves."""
     counted = Counter(breaks).items()
     blocks = [
         _not_compiled(plans, advice),
@@ -168,7 +174,9 @@ def findings(
     others = [
         str(row) for row in advice if row.kind not in ("graph break", NO_AUTOCAST, NOT_COMPILED, UNUSED_RULE)
     ]
-    return [*blocks, _block("advice", others, min(4, _LINES - taken - sum(map(len, blocks)) - 1))]
+    blocks.append(_block("advice", others, min(4, _LINES - taken - sum(map(len, blocks)) - 1)))
+    left = _LINES - taken - sum(map(len, blocks)) - 1
+    return [*blocks, _block("largest values kept for the backward", [*map(saved_text, saved)], left)]
 
 
 def _not_compiled(plans: Sequence[Plan], advice: Sequence[Advice]) -> list[str]:
@@ -201,12 +209,33 @@ def table(columns: Sequence[str], calls: Mapping[str, Counter[str]]) -> str:
     return "\n".join(lines)
 
 
-def markdown(title: str, first: str, calls: str, advice: Sequence[Advice], plans: Sequence[Plan]) -> str:
-    """First screen, calls by op and dtype, all advice, and every cast."""
+def markdown(
+    title: str,
+    first: str,
+    calls: str,
+    advice: Sequence[Advice],
+    saved: Sequence[SavedValue],
+    plans: Sequence[Plan],
+) -> str:
+    """First screen, calls by op and dtype, all advice, what takes most between forward and backward, every cast."""
     lines = [f"# {title or 'amp_fx'}", "", "```", first, "```", ""]
     lines += ["## Calls by op and dtype", "", "```", calls, "```", ""]
     if advice:
         lines += ["## Advice", "", *(f"- {_cell(str(row))}" for row in advice), ""]
+    if saved:
+        lines += [
+            "## Largest values kept for the backward",
+            "",
+            "| value | bytes | kept in | why |",
+            "|---|---:|---|---|",
+        ]
+    for row in saved:
+        name = (
+            f"{f'{row.times} x ' * (row.times > 1)}{f'{row.module_path}: ' * bool(row.module_path)}{row.op}"
+        )
+        cells = name, str(row.bytes), kept_form(row.dtype, row.bits), row.reason
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    lines += [""] * bool(saved)
     head = "| value | from | to | bytes | readers | source |"
     lines += ["## Casts", "", head, "|---|---|---|---:|---|---|"]
     for cast in (cast for plan in plans for cast in plan.casts):

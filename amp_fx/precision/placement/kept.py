@@ -23,6 +23,7 @@ class KeptValue:
         eight: bytes in 8 bits, scales included; ``size`` where it is not rounded.
         four: bytes in 4 bits; ``eight`` where it is not rounded further.
         error: see above; 0 where fewer bits lose nothing.
+        why: where it is not rounded, the reason, in words.
     """
 
     name: str
@@ -30,6 +31,7 @@ class KeptValue:
     eight: int
     four: int
     error: float = OPERAND
+    why: str = ""
 
 
 def choose(values: Sequence[KeptValue], most: int | None) -> dict[str, int] | None:

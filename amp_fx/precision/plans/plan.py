@@ -28,6 +28,7 @@ from amp_fx.precision.plans.files import (
     write_text,
 )
 from amp_fx.precision.plans.label import Label, Reason
+from amp_fx.precision.plans.saved import SavedValue
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.levels import Level
 
@@ -214,6 +215,7 @@ class Plan:
             was not decided.
         saved: of a step with the option ``activation_memory``, ``"before"`` and ``"after"`` -> bytes that are saved for
             the backward; ``"8 bits"``, ``"4 bits"``, ``"1 bit"``, ``"cast again"`` -> how many of the values.
+        saved_values: what a step keeps between forward and backward, largest first, if asked for.
         unused_rules: the policy's rules that no call of this graph matches; another graph may have such calls.
         unknown: what could not be found out for the report of this graph, and why.
         faults: what the installed torch computes wrongly of this graph, and what was done instead; of a backward that
@@ -237,6 +239,7 @@ class Plan:
     meaning: str = ""
     weights: str = ""
     saved: dict[str, int] = field(default_factory=dict)
+    saved_values: list[SavedValue] = field(default_factory=list, repr=False)
     unused_rules: list[dict[str, str]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list, repr=False)
     faults: list[str] = field(default_factory=list)
