@@ -45,7 +45,10 @@ class Node:
 
     ``was`` is the dtype in an earlier report where that is another. ``measured`` says what was measured of the call,
     and ``heat`` is its position in ``style.HEAT``. ``drawn`` is the position of the node that is drawn where equal
-    groups are folded: its own, or its place in the first of them.
+    groups are folded: its own, or its place in the first of them. ``kept`` are the bits of an element of what the
+    backward is given of it, of the largest such value; 0 where that is nothing, or without the option
+    ``activation_memory``. Where equal groups are folded, the node that is drawn has those of most of them, and
+    ``kept_in`` is in how many, and of how many. ``saved`` says in words what is kept of it, with or without the option.
     """
 
     name: str
@@ -65,6 +68,9 @@ class Node:
     measured: str = ""
     heat: int = 0
     drawn: int = 0
+    kept: int = 0
+    kept_in: tuple[int, int] = (1, 1)
+    saved: tuple[str, ...] = ()
 
 
 @dataclass
@@ -199,6 +205,7 @@ class Graph:
             for leaf, drawn in zip(group.leaves, first.leaves, strict=True):
                 if leaf != drawn:
                     self.nodes[leaf].drawn = self.nodes[drawn].drawn
+        self._count_kept()
         for edge in self.edges:
             tails, heads = self._members_around(edge.tail), self._members_around(edge.head)
             # inside another than the first the edge is drawn already; from one to another it would lead back
@@ -206,6 +213,16 @@ class Graph:
                 tails[first] != first if tails[first] == heads[first] else not edge.casts
                 for first in tails.keys() & heads.keys()
             )
+
+    def _count_kept(self) -> None:
+        """Has nodes that are drawn for others say what is kept of most of them: the partitioner looks at no blocks."""
+        equal: dict[int, list[int]] = {}
+        for node in self.nodes:
+            equal.setdefault(node.drawn, []).append(node.kept)
+        for drawn, bits in equal.items():
+            if found := Counter(filter(None, bits)).most_common(1):
+                self.nodes[drawn].kept, times = found[0]
+                self.nodes[drawn].kept_in = times, len(bits)
 
     def _members_around(self, node: int) -> dict[int, int]:
         """The folds that a node is in, by the first of each, with the group that the node is in."""

@@ -123,6 +123,7 @@ def _node(node: Node, hot: bool) -> dict[str, Any]:
         f"earlier: {node.was}" if node.was else "",
         f"why: {node.reason}" + (f"   [{node.op_class}]" if is_call else ""),
         f"result: {list(node.shape)}, {size(node.bytes)}{flops}",
+        *(f"kept for the backward: {line}" for line in node.saved),
         f"source: {node.source}" if node.source else "",
         f"name: {node.name}",
     )

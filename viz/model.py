@@ -17,7 +17,7 @@ from amp_fx.precision.plans.plan_files import Diff, keyed
 from amp_fx.precision.plans.saved import SavedValue
 from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, levels
 from amp_fx.viz.style import measured
-from amp_fx.viz.words import because, more_bytes
+from amp_fx.viz.words import because, kept_text, more_bytes
 
 #: what autograd adds gradients with
 _SUM = "add.Tensor"
@@ -99,6 +99,10 @@ class _Builder:
         self._rows = {row.name: row for row in plan.nodes}
         self._casts = {cast.name: cast for cast in plan.casts if cast.inserted}
         self._inputs = {given.name: given for given in plan.inputs}
+        #: name of a call -> what is kept of its results
+        self._saved: dict[str, list[SavedValue]] = {}
+        for value in plan.saved_values:
+            self._saved.setdefault(value.call, []).append(value)
         self._paths: dict[tuple[str, ...], int] = {}
         #: name of a call or an input -> position
         self._drawn: dict[str, int] = {}
@@ -148,6 +152,12 @@ class _Builder:
             row.name, label, "call", self._group(path), row.precision, row.shape, row.bytes, because(row),
             op_class, row.module_path, row.op, row.source, row.flops,
         )  # fmt: skip
+        saved = self._saved.get(row.name, ())
+        node.saved = tuple(map(kept_text, saved))
+        if self.plan.saved:
+            # the largest is first. Without the option equal blocks differ here: the partitioner keeps what it likes
+            bits = (value.bits for value in saved if value.is_smaller or value.dtype.is_floating_point)
+            node.kept = next(bits, 0)
         if self.earlier is not None:
             before = self.earlier.dtypes.get(self.names[id(row)], "new")
             node.was = before if before != node.dtype else ""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from amp_fx.precision.plans.plan import CastPlan
 from amp_fx.viz.graph import Drawing, Graph, Group, Marked, Node
-from amp_fx.viz.words import short_dtype, size
+from amp_fx.viz.words import in_bits, short_dtype, size
 
 #: name -> in a light window, in a dark one. The first are fills by compute dtype: low precision is dark, fp32 light, so
 #: that they differ in print, too; ``on-`` is text on these. Casts to a narrower and to a wider dtype are Okabe-Ito's
@@ -90,7 +90,10 @@ def node_face(node: Node, *, hot: bool) -> Face:
     fill, ink = (node.dtype, f"on-{node.dtype}") if node.dtype in COLOURS else ("plain", "ink")
     if hot:
         fill, ink = HEAT[node.heat][1], INK_ON_HEAT
-    lines = [line for line in (node.label, dtype, node.measured) if line]
+    kept = f"kept {in_bits([node.kept])}" if node.kept else ""
+    if node.kept_in[0] < node.kept_in[1]:
+        kept += f" in {node.kept_in[0]} of {node.kept_in[1]} blocks"
+    lines = [line for line in (node.label, dtype, node.measured, kept) if line]
     return Face(lines, fill, ink, node.op_class, bool(node.was))
 
 
@@ -104,6 +107,8 @@ def group_face(graph: Graph, group: Group, *, hot: bool, folded: bool = True) ->
     if casts:
         moved = "fused" if all(cast.kernel is False for cast in casts) else size(kernel_bytes(casts))
         lines.append(f"{len(casts)} cast{'s' * (len(casts) > 1)} inside, {moved}")
+    if kept := sorted({leaf.kept for leaf in leaves} - {0}):
+        lines.append(f"values kept {in_bits(kept)} inside")
     return Face(
         lines,
         HEAT[max((leaf.heat for leaf in leaves), default=0)][1] if hot else "",

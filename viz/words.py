@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Iterable, Sequence
 
 from amp_fx.errors import PlanError
 from amp_fx.graphs.values import LOW_DTYPES
@@ -49,13 +47,23 @@ def cost_text(cost: Cost) -> str:
 def saved_text(row: SavedValue) -> str:
     """``"2 x h.*.mlp: gelu, 524 kB, bf16 in 8 bits, groups of 64; read by the weight gradient of h.*.out"``."""
     times, where = f"{row.times} x " * (row.times > 1), f"{row.module_path}: " * bool(row.module_path)
-    return f"{times}{where}{row.op}, {size(row.bytes)}, {kept_form(row.dtype, row.bits)}, {row.reason}"
+    return f"{times}{where}{row.op}, {kept_text(row)}"
 
 
-def kept_form(dtype: torch.dtype, bits: int) -> str:
+def kept_text(row: SavedValue) -> str:
+    """``"524 kB, bf16 in 8 bits, groups of 64; read by the weight gradient of h.0.out"``."""
+    return f"{size(row.bytes)}, {kept_form(row)}, {row.reason}"
+
+
+def kept_form(row: SavedValue) -> str:
     """``"bf16"``, or ``"bf16 in 8 bits"`` where that is less."""
-    fewer = f" in {bits} bit{'s' * (bits > 1)}" if bits < 8 * dtype.itemsize else ""
-    return f"{short_dtype(dtype)}{fewer}"
+    return short_dtype(row.dtype) + (f" {in_bits([row.bits])}" if row.is_smaller else "")
+
+
+def in_bits(bits: Iterable[int]) -> str:
+    """``"in 4 and 8 bits"``."""
+    found = [*bits]
+    return f"in {' and '.join(map(str, found))} bit{'s' * (found != [1])}"
 
 
 def because(row: NodePlan) -> str:

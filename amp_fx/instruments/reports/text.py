@@ -233,7 +233,7 @@ def markdown(
         name = (
             f"{f'{row.times} x ' * (row.times > 1)}{f'{row.module_path}: ' * bool(row.module_path)}{row.op}"
         )
-        cells = name, str(row.bytes), kept_form(row.dtype, row.bits), row.reason
+        cells = name, str(row.bytes), kept_form(row), row.reason
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     lines += [""] * bool(saved)
     head = "| value | from | to | bytes | readers | source |"

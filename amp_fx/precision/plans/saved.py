@@ -43,6 +43,11 @@ class SavedValue:
     reason: str
     times: int = 1
 
+    @property
+    def is_smaller(self) -> bool:
+        """True where an element is kept in fewer bits than it has."""
+        return self.bits < 8 * self.dtype.itemsize
+
 
 def largest(found: Iterable[SavedValue]) -> list[SavedValue]:
     """What takes most of what is kept: equal values of repeated blocks together, ten rows at most."""

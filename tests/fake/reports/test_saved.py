@@ -12,6 +12,10 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.instruments.reports.report import Report
 from amp_fx.precision.plans.saved import SavedValue, largest
+from amp_fx.viz.dot import source
+from amp_fx.viz.html import data
+from amp_fx.viz.model import drawing
+from amp_fx.viz.style import group_face
 from benchmarks.counts import counting
 
 ROWS, WIDTH = 2048, 64
@@ -47,6 +51,11 @@ def explained(model: nn.Module, memory: str | float = "keep", rows: int = ROWS) 
     return amp_fx.explain(model, torch.randn(rows, WIDTH), options=options)
 
 
+@pytest.fixture(scope="module")
+def rounded() -> Report:
+    return explained(Blocks(), "int8")
+
+
 def found(report: Report, module: str, op: str) -> list[SavedValue]:
     return [row for row in report.plan.saved_values if (row.module_path, row.op) == (module, op)]
 
@@ -72,9 +81,8 @@ def test_every_value_that_is_kept_is_there_with_what_reads_it() -> None:
     assert sum(sizes) == counter.total.saved_bytes == report.costs["amp_fx"].saved
 
 
-def test_in_fewer_bits_each_value_says_its_form_or_why_it_is_as_it_is() -> None:
-    report = explained(Blocks(), "int8")
-    rows = report.plan.saved_values
+def test_in_fewer_bits_each_value_says_its_form_or_why_it_is_as_it_is(rounded: Report) -> None:
+    report, rows = rounded, rounded.plan.saved_values
     assert sum(row.bytes for row in rows) == report.plan.saved["after"] == report.costs["amp_fx"].saved
     assert sum(row.bits == 8 for row in rows) == report.plan.saved["8 bits"]
     (given,) = found(report, "layers.0.up", "linear")
@@ -101,8 +109,8 @@ def test_what_the_program_returns_is_said_to_be_returned() -> None:
     assert result.reason.startswith("the program returns it; read by its gradient")
 
 
-def test_the_screen_the_page_and_the_file_have_the_largest(tmp_path: Path) -> None:
-    report = explained(Blocks(), "int8")
+def test_the_screen_the_page_and_the_file_have_the_largest(tmp_path: Path, rounded: Report) -> None:
+    report = rounded
     (first, *_) = report.largest_saved
     assert (first.times, first.module_path, first.bytes) == (
         2,
@@ -118,6 +126,27 @@ def test_the_screen_the_page_and_the_file_have_the_largest(tmp_path: Path) -> No
     again = amp_fx.Report.load(report.save(tmp_path / "report.json"))
     assert again.largest_saved == report.largest_saved
     assert report.to_dict()["summary"]["largest_saved"][0]["bits"] == 8
+
+
+def test_a_picture_says_the_bits_that_are_kept_and_equal_blocks_stay_folded(rounded: Report) -> None:
+    graph, *_ = drawing(rounded).graphs
+    kept = {node.module: (node.kept, node.kept_in) for node in graph.nodes}
+    assert kept["layers.0.up"] == (8, (2, 2))
+    # the loss needs no result of the last block's
+    assert kept["layers.0.down"] == (8, (1, 2))
+    (block,) = [group for group in graph.groups if group.label == "layers.0"]
+    assert block.times == 2
+    assert "values kept in 8 bits inside" in group_face(graph, block, hot=False).lines
+    assert "kept in 8 bits in 1 of 2 blocks" in source(drawing(rounded)).source
+    page = data(drawing(rounded))["graphs"][0]
+    assert any("kept for the backward: 270 kB, bf16 in 8 bits" in node["details"] for node in page["nodes"])
+
+
+def test_without_the_option_a_box_has_no_bits_and_its_details_have_them() -> None:
+    graph, *_ = drawing(explained(Block())).graphs
+    assert not any(node.kept for node in graph.nodes)
+    lines = [line for node in graph.nodes for line in node.saved]
+    assert "524 kB, bf16, read by the gradient of gelu" in lines
 
 
 @pytest.mark.parametrize(("size", "times"), [(10, 2), (11, 1)])
