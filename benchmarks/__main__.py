@@ -3,6 +3,7 @@
     python -m benchmarks [--only CASE ...] [--arms ARM ...] [--minutes N] [--device cuda] [--json FILE]
     python -m benchmarks --only engines   # inference beside OpenVINO and others, those that are installed
     python -m benchmarks --only trained   # with weights that somebody trained: benchmarks/trained/requirements.txt
+    python -m benchmarks peaks            # memory at the peak of a training step, on a CPU
     python -m benchmarks engines_files    # files of amp_fx.export_onnx in the engines that they are written for
 
 Every arm has processes of its own, several one after the other, and all arms take turns, round by round, so that
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import engine_files
+from benchmarks import engine_files, peaks
 from benchmarks.arms import ARMS
 from benchmarks.cases import CASES
 from benchmarks.results import Spread, TimingRow, arguments, describe, relative, write
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["engines_files"]:
         return engine_files.main(argv[1:])
+    if argv[:1] == ["peaks"]:
+        return peaks.main(argv[1:])
     args = _arguments(argv)
     if args.threads:
         # of this process, which says how many in the header, and of the arms'

@@ -100,6 +100,51 @@ def llama(
     return LlamaForCausalLM(config)
 
 
+def mistral(
+    *, layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocab: int, length: int
+) -> nn.Module:
+    """Decoder as :func:`llama`'s whose attention sees a window of the tokens before, here all of them."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = _config(
+        MistralConfig,
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=length,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return MistralForCausalLM(config)
+
+
+def opt(*, layers: int, width: int, heads: int, hidden: int, vocab: int, length: int) -> nn.Module:
+    """Decoder with learned positions and ReLU."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = _config(
+        OPTConfig,
+        vocab_size=vocab,
+        hidden_size=width,
+        word_embed_proj_dim=width,
+        ffn_dim=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=length,
+        dropout=0.0,
+        attention_dropout=0.0,
+        use_cache=False,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return OPTForCausalLM(config)
+
+
 def t5(*, layers: int, width: int, heads: int, head_size: int, hidden: int, vocab: int) -> nn.Module:
     """Encoder, decoder with cross attention, relative position bias, norms that widen to fp32 themselves."""
     from transformers import T5Config, T5ForConditionalGeneration

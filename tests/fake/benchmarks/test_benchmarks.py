@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import compile_fx, config
 
-from benchmarks import campaign, counts, page, running
+from benchmarks import campaign, counts, page, peaks, running
 from benchmarks.__main__ import case_table, main
 from benchmarks.arms import ARMS, MODES, arms_for
 from benchmarks.campaign import Step, steps
 from benchmarks.cases import CASES
 from benchmarks.counts import Counter, Counts, Row, counting
-from benchmarks.results import Spread, TimingRow, describe, read_timings, relative, spread, write
+from benchmarks.results import Spread, TimingRow, describe, read, read_timings, relative, spread, write
 from benchmarks.scaler import beside, launches
 from benchmarks.workloads import WORKLOADS, Workload
 from support.models.small import UpDown
@@ -349,3 +349,37 @@ def test_a_step_takes_no_more_kernels_than_torchs_scaler_and_half_the_bytes(size
     # every gradient is read once, and one number for each; torch writes them, too
     assert our_bytes == 4 * sum(sizes) + 8 * len(sizes)
     assert moved == 8 * sum(sizes)
+
+
+def test_peaks_are_beside_the_first_arm_and_models_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def peak(workload: Workload, arm: Any) -> int:
+        seen.append((workload.name, arm.name, workload.model.training))
+        return 1_000_000 if arm.name == "autocast" else 1_500_000
+
+    monkeypatch.setattr(peaks, "peak", peak)
+    path = tmp_path / "peaks.json"
+    assert (
+        main(["peaks", "--only", "opt", "mistral", "--arms", "autocast", "amp_fx", "--json", str(path)]) == 0
+    )
+    assert seen == [(name, arm, True) for name in ("opt", "mistral") for arm in ("autocast", "amp_fx")]
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["mistral", "1.00", "1.000", "1.50", "1.500"]
+    _, rows = read(path)
+    assert rows[1] == {"model": "opt", "arm": "amp_fx", "peak_bytes": 1_500_000}
+
+
+def test_the_peak_of_a_step_has_its_gradients_and_what_it_keeps() -> None:
+    class Loss(UpDown):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean()
+
+    rows, width, hidden = 512, 8, 256
+    model = Loss(width, hidden)
+    found = peaks.peak(Workload("toy", model, {"x": torch.randn(rows, width)}), ARMS["eager_autocast"])
+    gradients = 4 * sum(parameter.numel() for parameter in model.parameters())
+    # the result of the first linear and that of the ReLU, in bf16, and a gradient of the same size
+    kept = 2 * 2 * rows * hidden
+    assert gradients + kept < found < gradients + 3 * kept
