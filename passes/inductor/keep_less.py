@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from amp_fx._torch import kept_positions, size_hint, unchanged_inputs
 from amp_fx.errors import PassError
-from amp_fx.graphs.calls import CAST, base_name, convolves
+from amp_fx.graphs.calls import CAST, base_name
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import AGAIN, SAVED, Saved
 from amp_fx.graphs.partition import kept_storages
@@ -38,17 +38,17 @@ aten = torch.ops.aten
 _LEAST = 4096
 #: of a group, bytes of its scale, and in 4 bits of its least element
 _SCALE, _RANGE = 2, 6
+#: how many times as many elements a call reads as it returns where its result is a statistic
+_STATISTIC = 4
 # why a value is kept as it is
 _SMALL = f"smaller than {_LEAST / 1e3:.0f} kB"
 _EXACT = "its dtype is not rounded"
 _NOT_DENSE = "its elements do not lie side by side"
 _UNEVEN = "its innermost dimension is not fixed, or no multiple of {}"
-_STATISTICS = "a statistic of a norm or of a softmax"
+_STATISTICS = f"made of {_STATISTIC} times as many elements or more, as statistics of norms are"
 _EXPONENT = "the argument of an exponential, or a mask"
 _NO_LESS = "its views take as much in 8 bits"
 _ENOUGH = "the budget holds without"
-#: how many times as many elements a call reads as it returns where its result is a statistic
-_STATISTIC = 4
 _LAYOUT = (aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default)
 _ADDS = (aten.add.Tensor, aten.sub.Tensor, aten.where.self, aten.expand.default, CAST, *_LAYOUT)
 _EXPONENTIALS = (aten.exp.default, aten.exp2.default, aten._softmax.default, aten._log_softmax.default)
@@ -165,19 +165,16 @@ def _groups(node: fx.Node) -> Groups | str:
         return _STATISTICS
     if value.dtype is not torch.bool and _is_exponent(node):
         return _EXPONENT
-    order = [*_by_strides(value)]
+    order = _by_strides(value)
     strides = [size_hint(value.stride(dim)) for dim in order if size_hint(value.shape[dim]) != 1]
     if not strides or strides[-1] != 1 or 0 in strides:
         return _NOT_DENSE
-    if value.dim() > 3 and value.is_contiguous() and any(map(convolves, (node, *node.users))):
-        # channels last, as Inductor runs convolutions
-        order.append(order.pop(1))
     last = value.shape[order[-1]]
     sizes = (BITS,) if value.dtype is torch.bool else GROUPS
     size = next((size for size in sizes if isinstance(last, int) and last % size == 0), None)
     if size is None:
         return _UNEVEN.format(sizes[-1])
-    return Groups(tuple(order), size)
+    return Groups(order, size)
 
 
 def _by_strides(value: torch.Tensor) -> tuple[int, ...]:
@@ -280,8 +277,6 @@ def _smaller(node: fx.Node, masters: Collection[fx.Node], name: str, bits: int) 
             for part in parts:
                 part.meta[SAVED] = Saved(name, bits, how)
             again = write.trace(widen, *parts, **form, dtype=value.dtype)
-            if groups.order != _by_strides(value):
-                again = write.call(aten.clone.default, again, memory_format=torch.contiguous_format)
             steps = write.added[made:]
     for step in steps:
         step.meta[AGAIN] = True

@@ -91,7 +91,7 @@ def test_in_fewer_bits_each_value_says_its_form_or_why_it_is_as_it_is(rounded: R
     assert given.reason == "groups of 64; read by the gradient of layers.0"
     statistics = [row for row in rows if row.bytes == ROWS * FP32]
     assert statistics
-    assert all("a statistic of a norm" in row.reason and row.bits == 32 for row in statistics)
+    assert all("as statistics of norms are" in row.reason and row.bits == 32 for row in statistics)
     assert not [row for row in rows if row.op == "weight"]
 
 
