@@ -52,7 +52,7 @@ def saved_text(row: SavedValue) -> str:
 
 def kept_text(row: SavedValue) -> str:
     """``"524 kB, bf16 in 8 bits, groups of 64; read by the weight gradient of h.0.out"``."""
-    return f"{size(row.bytes)}, {kept_form(row)}, {row.reason}"
+    return ", ".join(filter(None, (size(row.bytes), kept_form(row), row.reason)))
 
 
 def kept_form(row: SavedValue) -> str:
