@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 
 import graphviz
 
 from amp_fx.errors import AmpFxError
 from amp_fx.precision.plans.files import write_bytes, write_text
 from amp_fx.viz import style
-from amp_fx.viz.graph import DEPTH, Drawing, Graph, Marked
+from amp_fx.viz.graph import Drawing, Graph, Marked
 from amp_fx.viz.style import CLASSES, COLOURS, Border, Face
 from amp_fx.viz.words import cost_text
 
 _FONT = "Helvetica,Arial,DejaVu Sans,sans-serif"
 #: dots per inch of a PNG: sharp on a dense screen
 _DPI = "110"
+#: characters of a line above a graph
+_TITLE = 60
 
 _HINT = (
     "the program 'dot' of Graphviz draws .svg and .png, and is not there; install it (Debian, Ubuntu: apt install"
@@ -58,8 +61,10 @@ def source(drawing: Drawing) -> graphviz.Digraph:
     picture = graphviz.Digraph(graph_attr=look, node_attr=_NODE, edge_attr=_EDGE)
     for index, graph in enumerate(drawing.graphs):
         title = drawing.label(graph)
-        title += f"\nends at a graph break: {graph.graph_break}" if graph.graph_break else ""
-        title += f"\nnot rewritten: {graph.fallback}" if graph.fallback else ""
+        why = f"ends at a graph break: {graph.graph_break}" if graph.graph_break else ""
+        why += f"\nnot rewritten: {graph.fallback}" if graph.fallback else ""
+        # a frame is as wide as its title
+        title = "\n".join([title, *(part for line in why.splitlines() for part in wrap(line, _TITLE))])
         _Picture(graph, f"{index}_", style.is_hot(drawing)).draw(picture, title)
     return picture
 
@@ -69,7 +74,7 @@ class _Picture:
 
     def __init__(self, graph: Graph, prefix: str, hot: bool) -> None:
         self.graph, self.prefix, self.hot = graph, prefix, hot
-        self.boxes = graph.boxes(DEPTH)
+        self.boxes = graph.boxes(graph.depth)
         #: what stands in each open group
         self.inside: dict[int, list[str]] = {0: []}
         for box in dict.fromkeys(self.boxes):

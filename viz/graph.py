@@ -7,18 +7,22 @@ first of them is drawn for all. What is folded is worked out here alone.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from amp_fx.errors import AmpFxError
 from amp_fx.precision.plans.plan import CastPlan, Cost, ModuleCasts
 from amp_fx.precision.plans.saved import SavedValue
 from amp_fx.precision.policy import OpClass
 from amp_fx.viz.words import short_dtype
 
-#: modules deeper than this are closed at first
-DEPTH = 2
+#: a graph is drawn as deep as it has no more boxes than this, which are read at a glance
+_READABLE = 24
+#: the depth at which nothing is closed, runs of calls included
+ALL = sys.maxsize
 #: a group with more direct members is cut into runs, so that no picture has thousands of boxes
 _MANY = 150
 _RUN = 50
@@ -106,12 +110,16 @@ class Group:
 
 @dataclass
 class Graph:
-    """One graph; nodes and groups are named by their position, group 0 is the graph itself."""
+    """One graph; nodes and groups are named by their position, group 0 is the graph itself.
+
+    ``depth`` is the number of levels of modules that are drawn at first, with those of the last level closed.
+    """
 
     name: str
     phase: str
     fallback: str
     graph_break: str
+    depth: int = 1
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -133,14 +141,33 @@ class Graph:
         rows = (self.nodes[leaf] for leaf in group.leaves)
         return Counter(row.dtype for row in rows if row.kind == "call" and row.dtype).most_common()
 
+    @property
+    def deepest(self) -> int:
+        """The depth at which no module is closed; 1 of a graph without modules."""
+        return 1 + max(group.depth for group in self.groups if not group.run)
+
     def boxes(self, depth: int) -> list[str]:
-        """The box of each node, with modules closed from ``depth`` on: ``"n3"``, or a closed group ``"g1"``."""
+        """The box of each node, with modules closed from ``depth`` on: ``"n3"``, or a closed group ``"g1"``.
+
+        Runs of calls are closed, too, but not at depth :data:`ALL`.
+        """
+        closes = [row.depth >= depth or (row.run and depth < ALL) for row in self.groups]
         found = []
         for node in self.nodes:
             around = self.around(self.nodes[node.drawn].group)
-            closed = [at for at in around if at and (self.groups[at].depth >= depth or self.groups[at].run)]
+            closed = [at for at in around if at and closes[at]]
             found.append(f"g{closed[-1]}" if closed else f"n{node.drawn}")
         return found
+
+    def open_to(self, depth: int | Literal["all"] | None) -> None:
+        """Sets :attr:`depth`; None is the largest at which the graph has at most :data:`_READABLE` boxes, else 1."""
+        if depth == "all":
+            self.depth = ALL
+        elif depth is not None:
+            self.depth = min(depth, self.deepest)
+        else:
+            fitting = (at for at in range(self.deepest, 1, -1) if len(set(self.boxes(at))) <= _READABLE)
+            self.depth = next(fitting, 1)
 
     def complete(self) -> None:
         """Once all nodes are there: puts those that say little into boxes, folds, and fills in what groups say."""
@@ -265,6 +292,14 @@ class Drawing:
         """``"forward"``, with Dynamo's id where there are several."""
         several = sum(other.phase == graph.phase for other in self.graphs) > 1
         return f"{graph.phase} {graph.name}" if several else graph.phase
+
+
+def check_depth(depth: object) -> None:
+    """Raises AmpFxError for a depth that :meth:`Graph.open_to` does not take."""
+    if depth not in (None, "all") and not (isinstance(depth, int) and depth >= 1):
+        raise AmpFxError(
+            f'there is no depth {depth!r}; valid: integers from 1 on, and "all". Without one, as much is drawn as fits.'
+        )
 
 
 def levels(path: str) -> tuple[str, ...]:

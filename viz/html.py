@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from amp_fx.viz import beside, style
-from amp_fx.viz.graph import DEPTH, Drawing, Graph, Group, Marked, Node
+from amp_fx.viz.graph import Drawing, Graph, Group, Marked, Node
 from amp_fx.viz.style import COLOURS, Border, Face
 from amp_fx.viz.words import cost_text, saved_text, short_dtype, size
 
@@ -97,12 +97,13 @@ def data(drawing: Drawing) -> dict[str, Any]:
     """The data that the page's code reads, JSON-like."""
     hot = style.is_hot(drawing)
     borders = {name: [border.dashes, border.width] for name, border in style.CLASSES.items()}
-    return {"borders": borders, "depth": DEPTH, "graphs": [_graph(graph, hot) for graph in drawing.graphs]}
+    return {"borders": borders, "graphs": [_graph(graph, hot) for graph in drawing.graphs]}
 
 
 def _graph(graph: Graph, hot: bool) -> dict[str, Any]:
     return {
         "phase": graph.phase,
+        "depth": min(graph.depth, graph.deepest),
         "nodes": [_node(node, hot) for node in graph.nodes],
         "edges": [{**vars(edge), "casts": [_cast(row) for row in edge.casts]} for edge in graph.edges],
         "groups": [_group(graph, group, hot) for group in graph.groups],

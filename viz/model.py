@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from amp_fx.precision.plans.label import ReasonKind
 from amp_fx.precision.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, NodePlan, Plan, dtype_name
 from amp_fx.precision.plans.plan_files import Diff, keyed
 from amp_fx.precision.plans.saved import SavedValue
-from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, levels
+from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, check_depth, levels
 from amp_fx.viz.style import measured
 from amp_fx.viz.words import because, kept_text, more_bytes
 
@@ -52,12 +52,22 @@ class Drawable(Protocol):
         ...
 
 
-def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
-    """Makes a report's picture; ``against`` an earlier one, it says which dtypes and casts changed."""
+def drawing(
+    report: Drawable, against: Drawable | None = None, depth: int | Literal["all"] | None = None
+) -> Drawing:
+    """Makes a report's picture; ``against`` an earlier one, it says which dtypes and casts changed.
+
+    ``depth`` is how many levels of modules are drawn, by default as many as can be read; AmpFxError for another value
+    than a positive integer or ``"all"``.
+    """
+    check_depth(depth)
     totals = report.compared()
     moved = {name: cost.moved for name, cost in totals.items()}
     names = {id(row): key for key, row in keyed(report.plans).items()}
     earlier = None if against is None else _Earlier(against)
+    graphs = [_Builder(plan, names, report, earlier).build() for plan in report.plans]
+    for graph in graphs:
+        graph.open_to(depth)
     return Drawing(
         title=report.title or "amp_fx",
         policy=", ".join(dict.fromkeys(plan.policy for plan in report.plans)),
@@ -68,7 +78,7 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
         modules=report.modules,
         saved=report.largest_saved,
         measured=report.measured,
-        graphs=[_Builder(plan, names, report, earlier).build() for plan in report.plans],
+        graphs=graphs,
     )
 
 

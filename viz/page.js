@@ -35,7 +35,7 @@ function goTo(at, ends) {
   choose(at);
   for (const node of ends) visible.reveal(node);
   if (visible.count() > MANY) {
-    visible.openTo(model.depth, MANY);
+    visible.openTo(graph.depth, MANY);
     for (const node of ends) visible.reveal(node);
   }
   draw();

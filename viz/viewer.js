@@ -72,7 +72,7 @@ function next() {
   const node = hits[current];
   visible.reveal(node);
   if (visible.count() > MANY) {
-    visible.openTo(model.depth, MANY);
+    visible.openTo(graph.depth, MANY);
     visible.reveal(node);
   }
   draw();
@@ -96,8 +96,8 @@ function choose(index) {
   visible = seen[index];
   $("depth").replaceChildren();
   const deepest = Math.max(...graph.groups.map(({ depth, run }) => (run ? 0 : depth))) + 1;
-  for (let depth = 1; depth <= Math.max(deepest, model.depth); depth++) $("depth").add(new Option(depth));
-  openTo(model.depth);
+  for (let depth = 1; depth <= deepest; depth++) $("depth").add(new Option(depth));
+  openTo(graph.depth);
   search();
 }
 

@@ -26,6 +26,7 @@ from amp_fx.errors import AmpFxError
 from amp_fx.instruments.benching import WAYS
 from amp_fx.instruments.comparison.comparing import AGAINST
 from amp_fx.instruments.reports.report import SUFFIXES, Report, check_suffix
+from amp_fx.viz.graph import check_depth
 
 #: what stands for itself in the text of a command
 _WORDS = {
@@ -79,6 +80,8 @@ def add_to(commands: Any) -> None:
     suffixes = ".html, .svg, .beside.svg, .png or .dot (default: %(default)s)"
     add("-o", "--output", default="amp_fx.html", metavar="FILE", help=suffixes)
     add("--against", metavar="REPORT", help="an earlier report (.json): mark what changed since")
+    depth = "levels of modules to show, or all (default: as many as can be read)"
+    add("--depth", type=_depth, metavar="N", help=depth)
 
     add = add_command(commands, histogram, "model", "--loss", "--json")
     add("-o", "--output", metavar="FILE", help="also write .json, .png, .svg or .pdf")
@@ -134,11 +137,12 @@ def draw(args: argparse.Namespace) -> None:
     Examples:
       %(prog)s train:build -o picture.html
       %(prog)s report.json -o picture.svg
+      %(prog)s report.json -o whole.svg --depth all
       %(prog)s train:build --against before.json -o changed.html
     """
     _check_files([args.output])
     earlier = Report.load(args.against) if args.against else None
-    path = _report(args.model, args.options, args.target).save(args.output, against=earlier)
+    path = _report(args.model, args.options, args.target).save(args.output, against=earlier, depth=args.depth)
     _print(f"wrote {path}", {"path": str(path)}, args.json)
 
 
@@ -244,6 +248,15 @@ def compare(args: argparse.Namespace) -> None:
     _print(str(found), found.to_dict(), args.json)
     for path in args.output:
         say(f"wrote {found.save(path)}")
+
+
+def _depth(text: str) -> int | str:
+    depth = int(text) if text.isdecimal() else text
+    try:
+        check_depth(depth)
+    except AmpFxError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return depth
 
 
 def _against(text: str) -> str | dict[str, Any]:

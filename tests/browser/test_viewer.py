@@ -21,7 +21,6 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from amp_fx.instruments.reports.report import Report
-from amp_fx.viz.graph import DEPTH
 from amp_fx.viz.model import drawing
 from amp_fx.viz.style import COLOURS
 from support.tracing.handwritten_reports import NASTY, blocks, chain, compared, nasty
@@ -49,8 +48,8 @@ class Viewer:
     def __init__(self, driver: webdriver.Chrome, folder: Path) -> None:
         self.driver, self.folder = driver, folder
 
-    def show(self, report: Report, against: Report | None = None) -> None:
-        path = report.save(self.folder / "page.html", against=against)
+    def show(self, report: Report, against: Report | None = None, depth: int | None = 2) -> None:
+        path = report.save(self.folder / "page.html", against=against, depth=depth)
         self.driver.get(path.as_uri())
 
     def find(self, selector: str) -> WebElement:
@@ -119,13 +118,13 @@ def viewer(browser: Viewer) -> Iterator[Viewer]:
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-@pytest.mark.parametrize("phase", [0, 1])
-def test_the_first_view_is_that_of_the_other_writers(viewer: Viewer, phase: int) -> None:
+@pytest.mark.parametrize(("phase", "depth"), [(0, None), (1, None), (0, 1), (0, 2)])
+def test_the_first_view_is_that_of_the_other_writers(viewer: Viewer, phase: int, depth: int | None) -> None:
     report = blocks(5, odd=[3])
-    viewer.show(report)
+    viewer.show(report, depth=depth)
     viewer.all("#graphs button")[phase].click()
-    graph = drawing(report).graphs[phase]
-    boxes = graph.boxes(DEPTH)
+    graph = drawing(report, depth=depth).graphs[phase]
+    boxes = graph.boxes(graph.depth)
     assert set(viewer.boxes()) == set(boxes)
     edges = [(boxes[e.tail], boxes[e.head]) for e in graph.edges if e.casts and not e.repeated]
     drawn = {(e.get_attribute("data-from"), e.get_attribute("data-to")) for e in viewer.all(".edge.cast")}

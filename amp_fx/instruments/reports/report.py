@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.instruments.reports import text
@@ -225,7 +225,9 @@ class Report:
         """Reads a report that :meth:`save` wrote as ``.json``; AmpFxError where that cannot be read, or is none."""
         return read_object(path, "a report", cls.from_dict, AmpFxError)
 
-    def save(self, path: str | Path, *, against: Report | None = None) -> Path:
+    def save(
+        self, path: str | Path, *, against: Report | None = None, depth: int | Literal["all"] | None = None
+    ) -> Path:
         """Writes the report, and returns the path; the suffix says how.
 
         Args:
@@ -233,9 +235,12 @@ class Report:
                 as it is at first, by Graphviz; ``.beside.svg`` casts by module beside torch.autocast's;
                 ``.json`` what :meth:`load` reads; ``.md`` text.
             against: an earlier report: pictures mark what changed since.
+            depth: how many levels of modules a picture shows; the modules of the last level are boxes with the numbers
+                of calls by dtype and of casts. By default each graph is as deep as it has at most 24 boxes. ``"all"``
+                opens everything; equal blocks still are one box.
 
         Raises:
-            AmpFxError: another suffix, Graphviz's ``dot`` is missing for ``.svg`` and ``.png``, or there is no
+            AmpFxError: another suffix or depth, Graphviz's ``dot`` is missing for ``.svg`` and ``.png``, or there is no
                 comparison for ``.beside.svg``.
         """
         check_suffix(path := Path(path))
@@ -247,9 +252,9 @@ class Report:
         elif suffix == ".md":
             write_text(path, self.to_markdown())
         elif suffix == ".html":
-            write_text(path, html.render(model.drawing(self, against)))
+            write_text(path, html.render(model.drawing(self, against, depth)))
         else:
-            dot.write(model.drawing(self, against), path)
+            dot.write(model.drawing(self, against, depth), path)
         return path
 
     def _beside(self) -> str:

@@ -137,6 +137,18 @@ def test_a_picture_is_drawn_and_marks_what_changed(saved: dict[str, str]) -> Non
     assert "valid suffixes: .html" in error_of("draw", saved["off"], "-o", "picture.jpg")
 
 
+def test_a_picture_has_as_many_levels_of_modules_as_asked_for(saved: dict[str, str]) -> None:
+    drawn = {}
+    for depth in ("1", "2", "all"):
+        run("draw", saved["off"], "-o", "x.dot", "--depth", depth)
+        drawn[depth] = Path("x.dot").read_text(encoding="utf-8")
+    run("draw", saved["off"], "-o", "x.dot")
+    assert len(drawn["1"]) < len(drawn["2"]) <= len(drawn["all"])
+    assert Path("x.dot").read_text(encoding="utf-8") in drawn.values()
+    for bad in ("0", "-1", "whole"):
+        assert bad in run("draw", "user_models:with_loss", "--depth", bad, code=2)[1]
+
+
 def test_gradients_are_counted() -> None:
     out, _ = run("histogram", "user_models:build", "--loss", "user_models:loss", "-o", "numbers.json")
     assert f"= {json.loads(Path('numbers.json').read_text())['loss_scale']:.0f}:" in out

@@ -24,11 +24,6 @@ needs_dot = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def all_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dot, "DEPTH", 9)
-
-
 def drawn(model: Drawing, folder: Path) -> tuple[set[str], str]:
     """The kinds of elements of the SVG, and its text, in which dot draws spaces as no-break spaces."""
     dot.write(model, folder / "x.svg")
@@ -38,16 +33,15 @@ def drawn(model: Drawing, folder: Path) -> tuple[set[str], str]:
 
 
 @needs_dot
-@pytest.mark.usefixtures("all_open")
 def test_labels_are_drawn_as_they_are_and_become_no_elements(tmp_path: Path) -> None:
-    tags, text = drawn(drawing(nasty()), tmp_path)
+    tags, text = drawn(drawing(nasty(), depth="all"), tmp_path)
     assert all(label in text for label in NASTY)
     assert tags <= {"svg", "g", "a", "title", "polygon", "polyline", "path", "ellipse", "text"}
 
 
 @needs_dot
 def test_the_picture_says_policy_totals_legend_casts_and_folds(tmp_path: Path) -> None:
-    _, text = drawn(drawing(blocks(12)), tmp_path)
+    _, text = drawn(drawing(blocks(12), depth=2), tmp_path)
     for expected in (
         "policy autocast", "amp_fx: 50 casts", "legend", "computes in bf16", "low: on the low-precision list",
         "layers.0 \N{HORIZONTAL ELLIPSIS} layers.11 \N{MULTIPLICATION SIGN}12", "2 casts inside, 192 B", "each: ",
@@ -57,9 +51,8 @@ def test_the_picture_says_policy_totals_legend_casts_and_folds(tmp_path: Path) -
 
 
 @needs_dot
-@pytest.mark.usefixtures("all_open")
 def test_what_changed_is_written_and_not_only_coloured(tmp_path: Path) -> None:
-    model = drawing(blocks(3, odd=[1]), blocks(3))
+    model = drawing(blocks(3, odd=[1]), blocks(3), "all")
     _, text = drawn(model, tmp_path)
     assert "bf16 \N{RIGHTWARDS DOUBLE ARROW} fp32" in text
     assert "changed: earlier \N{RIGHTWARDS DOUBLE ARROW} now" in text
@@ -90,14 +83,13 @@ def test_dot_files_need_no_program_pictures_do(tmp_path: Path, monkeypatch: pyte
         dot.write(drawing(blocks()), tmp_path / "x.svg")
 
 
-@pytest.mark.usefixtures("all_open")
 def test_borders_tell_classes_apart_and_every_box_names_its_dtype() -> None:
     assert len({(border.dot, border.width) for border in CLASSES.values()}) == len(CLASSES)
     assert len({(border.dashes, border.width) for border in CLASSES.values()}) == len(CLASSES)
     levels = {str(level.dtype).removeprefix("torch.") for level in LEVELS.values()}
     assert levels == {*DTYPES}
     assert max(map(len, map(short_dtype, levels))) < 5
-    source = dot.source(drawing(blocks())).source
+    source = dot.source(drawing(blocks(), depth="all")).source
     boxes = re.findall(r"_n\d+\"? \[label=(.*?) color=.*?fillcolor=\"(#\w+)\"", source)
     assert len(boxes) > 10
     fills = (COLOURS[name][0] for name in DTYPES)
@@ -108,7 +100,7 @@ def test_borders_tell_classes_apart_and_every_box_names_its_dtype() -> None:
 def test_casts_that_inductor_fuses_are_dashed_and_say_so() -> None:
     report = blocks()
     report.plans[0].casts = [replace(row, kernel=row.name == "cast_head") for row in report.plans[0].casts]
-    lines = dot.source(drawing(report)).source.splitlines()
+    lines = dot.source(drawing(report, depth=2)).source.splitlines()
     lines = [line for line in lines if "\N{RIGHTWARDS ARROW}" in line]
     assert sum("style=dashed" in line and ", fused" in line for line in lines) == 1
     assert any("style=solid" in line and "fused" not in line for line in lines)

@@ -6,11 +6,12 @@ import json
 import math
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from amp_fx import AmpFxError
 from amp_fx.instruments.reports.report import Report
 from amp_fx.precision.plans.plan import InputPlan, Plan
 from amp_fx.precision.policy import OpClass
@@ -159,7 +160,7 @@ def test_a_closed_module_says_what_the_casts_move_that_are_kernels() -> None:
     for names, said in (("castw", "96 B"), (("none",), "fused")):
         for plan in report.plans:
             plan.casts = [replace(row, kernel=row.name.startswith(names)) for row in plan.casts]
-        assert f"2 casts inside, {said}" in dot.source(drawing(report)).source
+        assert f"2 casts inside, {said}" in dot.source(drawing(report, depth=2)).source
 
 
 def test_casts_in_a_chain_and_behind_views_are_on_one_edge_in_order() -> None:
@@ -204,6 +205,29 @@ def test_a_flat_graph_of_5000_calls_is_drawn_as_runs() -> None:
     inside = [leaf for group in closed(graph) for leaf in graph.groups[group].leaves]
     single = [int(box[1:]) for box in boxes if box[0] == "n"]
     assert sorted(inside + single) == list(range(len(graph.nodes)))
+
+
+def test_a_graph_is_drawn_as_deep_as_few_boxes_allow_unless_a_depth_is_named() -> None:
+    def numbers(report: Report, depth: int | Literal["all"] | None = None) -> list[tuple[int, int]]:
+        """Depth and number of boxes of each graph."""
+        graphs = drawing(report, depth=depth).graphs
+        return [(graph.depth, len({*graph.boxes(graph.depth)})) for graph in graphs]
+
+    few = blocks(3)
+    # without a place in a list, modules do not fold
+    many = Report.from_dict(json.loads(json.dumps(blocks(9).to_dict()).replace("layers.", "layer_")))
+    assert all(count <= 24 for _, count in numbers(few) + numbers(many))
+    assert [depth for depth, _ in numbers(few)] == [graph.deepest for graph in drawing(few).graphs]
+    for (depth, _), graph in zip(numbers(many), drawing(many).graphs, strict=True):
+        assert depth < graph.deepest
+        assert len({*graph.boxes(depth + 1)}) > 24
+    assert numbers(many, 1) < numbers(many, 99) == numbers(many, 98)
+    # nothing can be closed in a graph without modules, but its runs
+    assert numbers(chain(20)) == [(1, 21)]
+    assert numbers(chain(200), 99)[0][1] < numbers(chain(200), "all")[0][1] == 201
+    for bad in (0, -1, 2.5, "2", "whole"):
+        with pytest.raises(AmpFxError, match=re.escape(repr(bad))):
+            drawing(few, depth=bad)  # pyright: ignore[reportArgumentType]
 
 
 def test_blocks_of_a_backward_fold_whatever_masks_and_constants_they_have() -> None:
@@ -283,12 +307,10 @@ def test_boxes_say_what_rounding_costs_where_that_was_measured_and_unlike_blocks
     assert not colours & {fill for _, fill, _ in legend(drawing(blocks(3)))}
 
 
-def test_a_picture_in_dot_is_coloured_by_measured_sensitivity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_in_dot_is_coloured_by_measured_sensitivity() -> None:
     # closed: the worst inside
-    monkeypatch.setattr(dot, "DEPTH", 1)
-    assert f'fillcolor="{HEAT[4][1]}"' in dot.source(drawing(measured())).source
-    monkeypatch.setattr(dot, "DEPTH", 9)
-    picture = dot.source(drawing(measured())).source
+    assert f'fillcolor="{HEAT[4][1]}"' in dot.source(drawing(measured(), depth=1)).source
+    picture = dot.source(drawing(measured(), depth="all")).source
     filled = {*re.findall(r'fillcolor="(#\w+)"', picture)}
     assert filled & {colour for _, colour in HEAT} == {HEAT[place][1] for place in (0, 1, 3, 4)}
     assert not filled & {COLOURS[name][0] for name in DTYPES}
