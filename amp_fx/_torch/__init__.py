@@ -22,6 +22,7 @@ from amp_fx._torch.inductor import *
 from amp_fx._torch.layout import *
 from amp_fx._torch.lowering import *
 from amp_fx._torch.packing import *
+from amp_fx._torch.raising import *
 from amp_fx._torch.recurrent import *
 from amp_fx._torch.tensors import *
 from amp_fx._torch.tracing import *

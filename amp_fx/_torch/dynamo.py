@@ -1,7 +1,7 @@
 """The frame that Dynamo compiles, where it stopped, and its log; and all hooks of amp_fx in torch, in one list.
 
-Importing amp_fx hooks in nothing. :func:`install_all` is called when ``torch.compile`` is first given the backend's
-name.
+Importing amp_fx hooks in nothing, and does not import Dynamo, which takes longer than all of amp_fx.
+:func:`install_all` is called when ``torch.compile`` is first given the backend's name.
 
 Torch calls some of these where Dynamo would compile whatever Python runs, and with a lock held that compiling takes. So
 what torch gets to call is disabled for Dynamo, here, and takes no lock of ours. Torch also refuses hooks that come or
@@ -16,8 +16,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.optim.optimizer as _optimizer
-from torch._dynamo import compiled_autograd, external_utils, trace_rules
-from torch._dynamo import config as _dynamo_config
-from torch._dynamo.backends import registry
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, TorchDynamoException
-from torch._dynamo.output_graph import graph_break_reasons
-from torch._dynamo.utils import counters as _counters
 from torch._guards import CompileContext
 from torch._logging import trace_structured
 
@@ -41,10 +34,10 @@ from amp_fx._torch.recurrent import take_recurrent
 
 __all__ = [
     "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "GROUPS", "HOOKS", "RECURRENT", "UNTRACED", "after_closure",
-    "breaks_since_reset", "called_in", "compile_id", "copy_of", "for_the_caller", "frames_given_up", "given_up",
+    "breaks_since_reset", "called_in", "compile_id", "copy_of", "frames_given_up", "given_up",
     "graph_break", "in_compiled_autograd",
     "in_inference_mode", "install_all", "is_left_out_in_place", "is_looked_up", "log_artifact",
-    "note_inference_mode", "note_mode", "raised_by_backend", "speaks_to_dynamo", "take_over", "unwrapped_errors",
+    "note_inference_mode", "note_mode", "take_over",
 ]  # fmt: skip
 
 
@@ -56,7 +49,6 @@ class Hook:
 
     def __init__(self, add: Callable[[Any], object]) -> None:
         self._add = add
-        self._call = torch.compiler.disable(self.call_listeners)
         self._is_installed = False
         self.listeners: tuple[Callable[..., object], ...] = ()
 
@@ -64,7 +56,7 @@ class Hook:
         """Puts it there; may be called again."""
         if not self._is_installed:
             self._is_installed = True
-            self._add(self._call)
+            self._add(torch.compiler.disable(self.call_listeners))
 
     def listen(self, listener: Callable[..., object]) -> None:
         """From now on ``listener`` is called, with whatever torch passes; may be called again."""
@@ -90,11 +82,15 @@ class _Callbacks(list[Any]):
 
 
 def _when_compiling_starts(call: Any) -> None:
+    from torch._dynamo.callback import callback_handler
+
     callback_handler.start_callbacks = _Callbacks([call, *callback_handler.start_callbacks])
 
 
 def _leave_untraced(_: Any) -> None:
     """Dynamo leaves our code alone, as it does torch's own scaler; but for what is around or in modules to compile."""
+    from torch._dynamo import trace_rules
+
     traced = ("integrations", "runtime", "widened.py")
     root = Path(__file__).parents[1]
     ours = [
@@ -185,6 +181,8 @@ def in_inference_mode() -> bool:
 
 def in_compiled_autograd() -> bool:
     """True while compiled autograd hands a backward graph to the backend."""
+    from torch._dynamo import compiled_autograd
+
     return compiled_autograd.in_compiled_autograd_region
 
 
@@ -224,10 +222,14 @@ def graph_break(gm: fx.GraphModule) -> str:
 
 def breaks_since_reset() -> list[str]:
     """Every graph break since the last ``torch.compiler.reset()``, also those before which there was no graph."""
+    from torch._dynamo.output_graph import graph_break_reasons
+
     return list(dict.fromkeys(map(_break_text, graph_break_reasons)))
 
 
 def _break_text(cause: Any) -> str:
+    from torch._dynamo import external_utils
+
     text = str(cause.reason).strip()
     # of what is left out on purpose, as an LSTM is, the first line says only that
     reason = (text.partition(" Reason: ")[2] or text).splitlines()[0]
@@ -243,7 +245,9 @@ def _break_text(cause: Any) -> str:
 
 def given_up() -> dict[str, int]:
     """The reasons for which Dynamo gave up functions in this process, in its words, and how often."""
-    return dict(_counters["unimplemented"])
+    from torch._dynamo.utils import counters
+
+    return dict(counters["unimplemented"])
 
 
 def frames_given_up() -> tuple[int, int]:
@@ -252,7 +256,9 @@ def frames_given_up() -> tuple[int, int]:
     Where both have grown it has left a function to eager as a whole: an error that reaches the user has no reason
     there, and a data-dependent branch has one and is compiled.
     """
-    frames = _counters["frames"]
+    from torch._dynamo.utils import counters
+
+    frames = counters["frames"]
     return frames["total"] - frames["ok"] - 1, sum(given_up().values())
 
 
@@ -282,6 +288,8 @@ class _Within:
 
 def called_in(compiled: Any, context: _Context, module: Any = None) -> Any:
     """The result of ``torch.compile``, inside a context in each call; ``module`` is the function's."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
     if isinstance(compiled, OptimizedModule):
         made: Any = _Within(compiled.dynamo_ctx, context)
         compiled.dynamo_ctx = made
@@ -299,46 +307,17 @@ def called_in(compiled: Any, context: _Context, module: Any = None) -> Any:
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:
     """True where ``module.compile()``, unlike ``torch.compile(module)``, compiles nothing: torch's own, up to 2.13."""
-    is_wrapped = _dynamo_config.wrap_top_frame or hasattr(OptimizedModule, "_should_wrap_module_call_impl")
+    from torch._dynamo import config, trace_rules
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    is_wrapped = config.wrap_top_frame or hasattr(OptimizedModule, "_should_wrap_module_call_impl")
     return not is_wrapped and bool(trace_rules.check(module.forward))
 
 
 def is_looked_up(name: str) -> bool:
     """True if ``torch.compile`` was given this name as backend."""
-    return name in registry._COMPILER_FNS
-
-
-@contextlib.contextmanager
-def unwrapped_errors(kind: type[Exception]) -> Iterator[None]:
-    """Errors of one kind leave the block as a backend raised them: Dynamo wraps what backends raise."""
-    try:
-        yield
-    except Exception as error:
-        cause = raised_by_backend(error)
-        if cause is not error and isinstance(cause, kind):
-            raise cause from error
-        raise
-
-
-def raised_by_backend(error: Exception) -> Exception:
-    """The error that a backend has raised, out of the one that Dynamo or Inductor have made of it."""
-    while isinstance(error, BackendCompilerFailed):
-        error = error.inner_exception
-    return error
-
-
-def for_the_caller(error: Exception) -> Exception:
-    """The error with a second base class by which Dynamo hands it on as it is; Dynamo wraps other errors."""
-    kind, text = type(error), str(error)
-    # Dynamo appends to the arguments how to report a bug to PyTorch
-    own = {"__module__": kind.__module__, "__str__": lambda _: text}
-    passes = type(kind.__name__, (ShortenTraceback, kind), own)
-    return passes(*error.args, first_useful_frame=None).with_traceback(error.__traceback__)
-
-
-def speaks_to_dynamo(error: Exception) -> bool:
-    """True for what asks Dynamo to trace again or to leave a function alone, or says what a program cannot do."""
-    return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
+    registry = sys.modules.get("torch._dynamo.backends.registry")
+    return registry is not None and name in registry._COMPILER_FNS
 
 
 def log_artifact(name: str, text: Callable[[], str]) -> None:

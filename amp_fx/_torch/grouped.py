@@ -13,7 +13,6 @@ import functools
 from typing import Any
 
 import torch
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._meta_registrations import _create_grouped_mm_output_tensor as _empty_result
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -74,6 +73,8 @@ def _result(
 
 def is_foreign() -> bool:
     """True while Dynamo traces a frame for another backend than ours."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
     try:
         backend: Any = InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:

@@ -19,49 +19,46 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import config
-from torch._dynamo.source import AttrSource
-from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.misc import DelayGraphBreakVariable
-from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariable
 
 from amp_fx._torch.grouped import is_foreign
 from amp_fx._torch.tracing import onednn_computes
 
 __all__ = ["take_recurrent", "without_onednn"]
 
-#: what looks an attribute up; the other name is that of torch 2.14 on
-_LOOKUP = (
-    "tp_getattro_impl" if hasattr(UnspecializedBuiltinNNModuleVariable, "tp_getattro_impl") else "var_getattr"
-)
-
-
-class _Recurrent(UnspecializedBuiltinNNModuleVariable):
-    """A recurrent layer, of which Dynamo knows all attributes. A call that would be written out ends the graph."""
-
-    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        if _is_one_kernel(self.value):
-            return super().call_function(tx, args, kwargs)
-        return _left_out(self.source).call_function(tx, args, kwargs)
-
-    def look_up(self, tx: Any, name: str) -> Any:
-        """In place of torch's own, which has one of two names."""
-        if name == "forward" and not _is_one_kernel(self.value):
-            owner: Any = self.source
-            return _left_out(AttrSource(owner, name))
-        return getattr(super(), _LOOKUP)(tx, name)
-
-
-setattr(_Recurrent, _LOOKUP, _Recurrent.look_up)
-
-
-def _left_out(source: Any) -> DelayGraphBreakVariable:
-    # the words of torch 2.15, which does so for every backend
-    return DelayGraphBreakVariable(source=source, msg="Dynamo does not support RNN, GRU, or LSTM")
-
 
 def take_recurrent(_: object) -> None:
     """From now on Dynamo traces functions that call a recurrent layer, and some of the layers with them."""
+    # all of Dynamo takes more than a second to import
+    from torch._dynamo import config
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.misc import DelayGraphBreakVariable
+    from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariable as Layer
+
+    # what looks an attribute up; the other name is that of torch 2.14 on
+    lookup = "tp_getattro_impl" if hasattr(Layer, "tp_getattro_impl") else "var_getattr"
+
+    class Recurrent(Layer):
+        """A recurrent layer, of which Dynamo knows all attributes. A call that would be written out ends the graph."""
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            if _is_one_kernel(self.value):
+                return super().call_function(tx, args, kwargs)
+            return left_out(self.source).call_function(tx, args, kwargs)
+
+        def look_up(self, tx: Any, name: str) -> Any:
+            """In place of torch's own, which has one of two names."""
+            if name == "forward" and not _is_one_kernel(self.value):
+                owner: Any = self.source
+                return left_out(AttrSource(owner, name))
+            return getattr(super(), lookup)(tx, name)
+
+    setattr(Recurrent, lookup, Recurrent.look_up)
+
+    def left_out(source: Any) -> DelayGraphBreakVariable:
+        # the words of torch 2.15, which does so for every backend
+        return DelayGraphBreakVariable(source=source, msg="Dynamo does not support RNN, GRU, or LSTM")
+
     wrap_module = getattr(VariableBuilder, "wrap_module", None)
     if wrap_module is None:
         # a version that looks at modules elsewhere: recurrent layers stay as it has them
@@ -75,8 +72,8 @@ def take_recurrent(_: object) -> None:
         # for this thread; in torch 2.11 for all, of which Dynamo's lock lets no other trace meanwhile
         with config.patch(allow_rnn=True):
             found = wrap_module(self, value)
-        if type(found) is UnspecializedBuiltinNNModuleVariable:
-            found.__class__ = _Recurrent
+        if type(found) is Layer:
+            found.__class__ = Recurrent
         return found
 
     VariableBuilder.wrap_module = wrap

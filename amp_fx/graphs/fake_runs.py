@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from amp_fx._torch import (
     FakeTensor,
@@ -117,6 +116,9 @@ def is_matmul(node: fx.Node) -> bool:
     """True for calls that multiply matrices, convolve or attend, composite ops included."""
     if not isinstance(node.target, OpOverload):
         return False
+    # imports Triton where that is installed
+    from torch.utils.flop_counter import flop_registry
+
     # the FLOP counter knows composite ops only by what they decompose into
     return node.target.overloadpacket in flop_registry or has_trait(node, Trait.MATMUL)
 
@@ -126,6 +128,8 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
 
     It runs under autocast to ``low``, where that is given, since traced dtypes of arguments need not agree.
     """
+    from torch.utils.flop_counter import FlopCounterMode
+
     args, kwargs, mode = fake_arguments(node)
     if (known := known_flops(getattr(node.target, "__name__", ""), args, node.meta.get("val"))) is not None:
         return known
@@ -155,6 +159,8 @@ def known_flops(overload: str, args: Sequence[Any], value: Any) -> int | None:
             # batches and heads that several others read: the formulas refuse those of a batch, before torch 2.13 all
             outer = [*map(max, *(shape[:2] for shape in shapes))]
             shapes = [outer + shape[2:] for shape in shapes]
+            from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
             return sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
     if "grouped_mm" in name:
         # each row or column meets one matrix of many; the gradient of transformers' op is two products

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-import networkx as nx
 import torch
 import torch.fx as fx
 
@@ -80,6 +79,8 @@ class Place(Pass):
 
 def _widen_idle(sides: dict[Var, bool], problem: Problem) -> set[Var]:
     """Has in fp32, and returns, what is low with no low product on either side: there to round saves bytes at best."""
+    import networkx as nx
+
     casts = (term for term in problem.shared if term.value is not None)
     pairs = [*problem.implies, *((term.value, reader) for term in casts for reader in term.readers)]
     lows = nx.Graph()

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.flop_counter import flop_registry
-
 from amp_fx._torch import OpOverload, TorchDispatchMode, compile_id
 from amp_fx.graphs.fake_runs import known_flops
 from amp_fx.graphs.values import tensors
@@ -71,5 +69,7 @@ def _flops(op: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
         return 2 * times * steps * sum(each.numel() for each in others if each.ndim == 2)
     if (known := known_flops(name, args, result)) is not None:
         return known
+    from torch.utils.flop_counter import flop_registry
+
     formula = flop_registry.get(op.overloadpacket)
     return 0 if formula is None else formula(*args, **kwargs, out_val=result)

@@ -24,10 +24,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from amp_fx.errors import AmpFxError
+
+# imported in functions: `import amp_fx` imports nothing that only compiling takes
+if TYPE_CHECKING:
+    import networkx as nx
 
 HIGH = True
 LOW = False
@@ -107,6 +110,8 @@ def solve(problem: Problem) -> dict[Var, bool]:
 
     ContradictionError where no assignment satisfies pins and implications together.
     """
+    import networkx as nx
+
     costs, ties = _arcs(problem)
     high, low = nx.descendants(ties, _SOURCE), nx.ancestors(ties, _SINK)
     if high & low:
@@ -140,6 +145,8 @@ def solve(problem: Problem) -> dict[Var, bool]:
 
 def _arcs(problem: Problem) -> tuple[Counter[tuple[Var, Var]], nx.DiGraph]:
     """Arcs with their costs, and the infinite ones."""
+    import networkx as nx
+
     ties: nx.DiGraph = nx.DiGraph()
     ties.add_nodes_from((*problem.variables(), _SOURCE, _SINK))
     ties.add_edges_from(problem.implies)
@@ -174,6 +181,8 @@ def _towards(side: bool, a: Var, b: Var) -> tuple[Var, Var]:
 
 def _low_side(arcs: list[tuple[Var, Var, float]]) -> set[Var]:
     """The smallest sink side of a minimum cut, without the sink."""
+    import networkx as nx
+
     network: nx.DiGraph = nx.DiGraph()
     network.add_weighted_edges_from(arcs, weight="capacity")
     if _SOURCE in network and _SINK in network:

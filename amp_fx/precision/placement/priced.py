@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-import networkx as nx
-
 from amp_fx.precision.placement.cut import HIGH, Problem, Shared, Var, solve
 
 #: variable -> its side; what has none is HIGH
@@ -97,6 +95,8 @@ class Priced:
     @functools.cached_property
     def _islands(self) -> list[tuple[Priced, Collection[Var]]]:
         """The variables by terms and constraints that they have in common: each part is solved by itself."""
+        import networkx as nx
+
         ties: nx.Graph = nx.Graph(self.base.implies)
         ties.add_nodes_from(self.base.variables())
         for names in (*((term.value, *term.readers) for term in self.base.shared), *map(_pair, self.terms)):
@@ -168,6 +168,8 @@ class Priced:
 
     def groups(self, first: Sides, second: Sides) -> list[set[Var]]:
         """The variables in which two placements differ, those together that constraints tie."""
+        import networkx as nx
+
         differ = self.differing(first, second)
         ties = nx.Graph()
         ties.add_nodes_from(sorted(differ, key=str))

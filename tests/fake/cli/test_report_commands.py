@@ -274,6 +274,15 @@ def test_env_says_what_is_here_and_what_follows(monkeypatch: pytest.MonkeyPatch)
         assert follows in text
 
 
+def test_env_imports_nothing_that_only_compiling_takes() -> None:
+    # each takes as long as all of amp_fx, or longer
+    command = [sys.executable, "-X", "importtime", "-m", "amp_fx", "env"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "amp_fx.instruments.environment" in found
+    assert found.isdisjoint({"torch._dynamo", "torch._inductor", "networkx", "triton"})
+
+
 def test_no_help_text_points_elsewhere() -> None:
     for command in (
         "explain",
