@@ -201,5 +201,5 @@ def paint(text: str, stream: TextIO) -> str:
 
 
 def say(line: str) -> None:
-    """Progress, and what was written: on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Progress, and what was written: on stderr, in place of a line of amp_fx.instruments.progress."""
+    print(f"\r\033[K{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)

@@ -34,6 +34,7 @@ from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device, listed_devices, tensors
 from amp_fx.instruments.batches import compiling, inputs_of, raised, uncompiled
+from amp_fx.instruments.progress import progress
 from amp_fx.passes import (
     FuseCasts,
     KeepWeights,
@@ -99,7 +100,11 @@ def export(
     # plans of graphs that are called without gradients are about what is traced so
     is_trained = torch.is_grad_enabled() and opts.plan is None
     try:
-        with compiling(model, (given, named)), torch.set_grad_enabled(is_trained):
+        with (
+            progress("export: traces the model"),
+            compiling(model, (given, named)),
+            torch.set_grad_enabled(is_trained),
+        ):
             if dynamic_shapes is not None:
                 check_shapes(model, given, named, dynamic_shapes)
             program = torch.export.export(model, given, named, dynamic_shapes=dynamic_shapes)
@@ -237,6 +242,7 @@ def _for_engine(opts: Options, engine: Engine | None) -> Options:
     return replace(opts, dtype=dtype, level=engine.int8)
 
 
+@progress("export: places casts, and rounds weights")
 def _convert(
     ep: torch.export.ExportedProgram, opts: Options, own: Mapping[str, str], keep_io_dtypes: bool
 ) -> torch.export.ExportedProgram:

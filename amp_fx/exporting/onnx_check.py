@@ -17,6 +17,7 @@ from amp_fx.errors import ExportError
 from amp_fx.exporting.as_written import Watched, as_written
 from amp_fx.exporting.converting import training_remedy
 from amp_fx.graphs.values import tensors
+from amp_fx.instruments.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def has_bfloat16(ep: torch.export.ExportedProgram) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 for value in values)
 
 
+@progress("export: runs the ONNX file and the model")
 def check_onnx(
     ep: torch.export.ExportedProgram,
     path: str | os.PathLike[str],

@@ -15,6 +15,7 @@ from amp_fx.exporting.converting import export
 from amp_fx.exporting.onnx_check import REMEDY, check_onnx, has_bfloat16
 from amp_fx.exporting.onnx_forms import as_strided, write_fast_forms
 from amp_fx.instruments.batches import inputs_of, uncompiled
+from amp_fx.instruments.progress import progress
 
 #: the first opset in which a convolution takes bf16
 _OPSET_OF_BFLOAT16 = 22
@@ -67,6 +68,7 @@ def need_onnx(path: str | os.PathLike[str]) -> None:
         raise ExportError(f"cannot write {os.fspath(path)!r}: {str(folder)!r} is no folder to write to.")
 
 
+@progress("export: writes ONNX, and checks the file")
 def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -> None:
     """Writes a program and checks the file; ExportError where torch does not write it, or onnx refuses it."""
     import onnx

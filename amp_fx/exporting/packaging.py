@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from amp_fx.graphs.exported import adopt
 from amp_fx.graphs.keys import ATTENTION_MARK, PLAN_META, REGION_META
 from amp_fx.graphs.values import graph_devices, storage_of, storages_written_in
 from amp_fx.instruments.batches import raised
+from amp_fx.instruments.progress import progress
 from amp_fx.passes import HoldPacked, Note, Notes, PassContext, joint_passes, package_passes
 from amp_fx.passes.base import mark
 from amp_fx.passes.forward.choose_attention import choice
@@ -82,6 +83,19 @@ def package(
         raise OptionsError(f"a package ends in .pt2, as AOTInductor wants; got {path!r}.")
     if not os.access(folder := Path(path).absolute().parent, os.W_OK):
         raise ExportError(f"cannot write {path!r}: {str(folder)!r} is no folder to write to.")
+    with progress("package") as say:
+        say("opens the program")
+        return _compiled(program, path, profile, given, say)
+
+
+def _compiled(
+    program: torch.export.ExportedProgram | str | os.PathLike[str],
+    path: str,
+    profile: str | DeviceProfile,
+    given: dict[str, Any],
+    say: Callable[[str], object],
+) -> str:
+    """Compiles a program with what is given to Inductor, and ours; errors are those of :func:`package`."""
     program, plan = _opened(program)
     if given.get("freezing") and (written := _written(program)):
         raise OptionsError(
@@ -91,6 +105,7 @@ def package(
     hold, before, notes = HoldPacked(), {}, Notes()
     if graph_devices(program.graph_module) == {"cpu"} and not given.get("emulate_precision_casts"):
         if "freezing" not in given:
+            say("computes what it holds of weights")
             program, hold = _packed(program)
         calls = program.graph.find_nodes(op="call_function", target=_ATTENTION)
         before = {node: {**node.meta} for node in calls}
@@ -98,6 +113,7 @@ def package(
         scores = SCORES_AT_ONCE * torch.get_num_threads()
         joint = joint_passes({"cpu"}, attention=attention, scores_at_once=scores)
         given |= {**hook("joint", joint, given), **hook("post_grad", package_passes(hold), given, notes)}
+    say("AOTInductor compiles")
     try:
         compile_package(program, path, given)
     finally:

@@ -31,6 +31,7 @@ from amp_fx.instruments.calibration.operands import attend, convolve, convolve_f
 from amp_fx.instruments.calibration.ranges import CallId, result_of
 from amp_fx.instruments.calibration.smoothing import noise, smoothed
 from amp_fx.instruments.calibration.writes import apart_from, writes_apart
+from amp_fx.instruments.progress import progress
 from amp_fx.passes.levels.matmuls import additions_of, convolution_added
 from amp_fx.passes.levels.quantise_matmuls import is_convolved
 from amp_fx.precision.plans.label import Label, label_of
@@ -78,6 +79,7 @@ class _Measured(fx.Interpreter):
         self._meter = meter
         self._graph = graph
         self._noise_of = noise_of
+        self._calls = sum(node.op == "call_function" for node in gm.graph.nodes)
         #: writes in place that make a new value -> the nodes that name it before
         self._apart = writes_apart(gm.graph)
         #: inputs that are written to, as they are given, and what they become
@@ -90,7 +92,12 @@ class _Measured(fx.Interpreter):
         #: values whose gradient the program itself asks for
         self._differentiable: set[fx.Node] = set()
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with progress("forward", self._calls, "calls") as self._say:
+            return super().run(*args, **kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
+        self._say("", n.op == "call_function")
         if self._meter.of_outputs and n.target is torch._C._set_grad_enabled:
             # what a program does not differentiate is rounded all the same
             return None

@@ -23,6 +23,7 @@ from torch import Tensor
 from amp_fx.errors import AmpFxError
 from amp_fx.instruments.calibration.equalising import Chosen, Products, Way
 from amp_fx.instruments.calibration.ranges import Ranges, call_with_result, extremes, sample_stride, sampled
+from amp_fx.instruments.progress import progress
 from amp_fx.instruments.reports.advice import FUSED_LAYER, UNFUSED
 from amp_fx.instruments.step import Step, loss_of
 from amp_fx.precision.plans.sensitivity import (
@@ -251,7 +252,12 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) 
     for a loss whose gradient is zero or not finite.
     """
     parameters = [*step.parameters.values()]
-    with differentiable(meter), step.returned(program) as returned, torch.enable_grad():
+    with (
+        differentiable(meter),
+        step.returned(program) as returned,
+        torch.enable_grad(),
+        progress("backward, and the backward of that"),
+    ):
         if step.of_outputs:
             used, norm = _units(step, returned)
         else:

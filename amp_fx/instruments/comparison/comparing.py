@@ -32,6 +32,7 @@ from amp_fx.instruments.comparison.comparison import (
 )
 from amp_fx.instruments.comparison.judging import Culprit, distances, findings, remedy
 from amp_fx.instruments.comparison.running import Compiled, Observed, OneByOne, without_scaler
+from amp_fx.instruments.progress import progress
 from amp_fx.instruments.step import Step, apart, loss_of, relative_error, zeroed
 
 #: references that have a name
@@ -97,20 +98,22 @@ def compare(
     low = asked.low_dtype(next((p.device.type for p in step.model.parameters()), "cpu"))
     first_scale = 1.0 if step.of_outputs else loss_scale(scale, low, asked.scaler or "default")
     given = options or {}
-    with only_looking(), unwrapped_errors(AmpFxError):
-        first = _Boundaries(
-            step, dynamic, given, without_scaler(given), against, first_scale, adapts=scale is None
-        )
+    with progress("compare") as say, only_looking(), unwrapped_errors(AmpFxError):
+        adapts = scale is None
+        first = _Boundaries(step, dynamic, given, without_scaler(given), against, first_scale, adapts, say)
         culprit, call, mended, every, calls_disturbance = first.culprit, None, {}, (), 0.0
         if culprit is not None or calls:
             with apart():
+                say("runs every call op by op")
                 traced, reference = first.traced(every_call=True)
                 if culprit is not None:
+                    say("looks for a rule that mends it")
                     mended = remedy(culprit, first.options, traced, reference, first.scale)
                     run = traced.run_with(first.opts, first.scale)
                     call = culprit_call(culprit, first.plans, distances(run, reference))
             if calls:
                 with apart():
+                    say("compiles the model with all results of calls, and runs it")
                     compiled = Compiled(step, first.opts, traced.graphs, dynamic=dynamic)
                     run = compiled.run(first.scale)
                 every = call_errors(compiled.plans, distances(run, reference))
@@ -184,11 +187,14 @@ class _Boundaries:
     scale: float
     #: True where it becomes smaller while gradients are not finite, as by a scaler
     adapts: bool
+    #: is told each part of the work
+    say: Callable[[str], object]
 
     def __post_init__(self) -> None:
         # late: it listens to Dynamo as soon as it is loaded
         from amp_fx.compiler.backend import compile_graph
 
+        self.say("runs the reference")
         with apart():
             traced, reference = self.traced(every_call=False)
         self.graphs = traced.graphs
@@ -201,6 +207,7 @@ class _Boundaries:
             with apart():
                 opts = without_scaler(self.against)
                 reference = Compiled(self.step, opts, self.graphs, dynamic=self.dynamic).run(self.scale)
+        self.say("compiles the model, and runs it")
         with apart():
             compiled = Compiled(self.step, self.opts, self.graphs, dynamic=self.dynamic)
             run = compiled.run(self.scale)
@@ -217,6 +224,7 @@ class _Boundaries:
         #: the values in order of execution, then their gradients
         self.findings = list(findings(self.plans, self.found))
         backend = lambda gm, given: compile_graph(gm, given, self.opts)  # noqa: E731  # a function to torch.compile
+        self.say("compiles the model unobserved, and runs it")
         with apart():
             program = torch.compile(self.step.model, backend=backend, dynamic=self.dynamic)
             self.unobserved, exact = self.step.results(program, self.scale), reference.results

@@ -125,8 +125,8 @@ def explain(
     arguments = arguments_of(program, args, kwargs)
     call = _Call(initialised(program, arguments), *arguments, given)
     title = getattr(program, "__name__", type(program).__name__)
-    with progress("explain: compiling as far as fusion, with amp_fx and with torch.autocast"):
-        report = _here(call) if target is None else _on_target(call, target)
+    with progress("explain") as say:
+        report = _here(call, say) if target is None else _on_target(call, target, say)
     plans, weights = report.plans, call.parameters
     notes = [
         *report.notes,
@@ -213,12 +213,17 @@ def _in_place(program: Callable[..., Any]) -> Iterator[Advice]:
 
 
 def _compared(
-    lower: Callable[[Backend], LoweredGraphs], options: Mapping[str, Any], *, with_autocast: bool = True
+    lower: Callable[[Backend], LoweredGraphs],
+    options: Mapping[str, Any],
+    say: Callable[[str], object],
+    *,
+    with_autocast: bool = True,
 ) -> Report:
     """Plans, costs and casts by module: of amp_fx, and of torch.autocast with the same results."""
     # late: it listens to Dynamo as soon as it is loaded
     from amp_fx.compiler.backend import amp_fx
 
+    say("compiles as far as fusion with amp_fx")
     with record() as recording, only_looking(), unwrapped_errors(AmpFxError):
         ours = lower(partial(amp_fx, options=options))
     ours.complete(recording.plans)
@@ -227,6 +232,7 @@ def _compared(
     if not with_autocast:
         return Report(recording.plans, costs={"amp_fx": ours.cost}, outside=outside)
     failed: dict[str, None] = {}
+    say("compiles as far as fusion with torch.autocast")
     try:
         theirs = lower(autocast_backend(options, failed))
     except RuntimeError:
@@ -239,7 +245,7 @@ def _compared(
     return Report(recording.plans, costs=costs, notes=notes, modules=modules, outside=outside)
 
 
-def _here(call: _Call) -> Report:
+def _here(call: _Call, say: Callable[[str], object]) -> Report:
     """On the device that the model is on: every graph as Inductor would compile it, run op by op."""
     # before its modules are as they were before Module.compile()
     entry = entry_of(call.program)
@@ -268,12 +274,13 @@ def _here(call: _Call) -> Report:
             differentiate(plain(result), (given, named, call.parameters), contextlib.nullcontext())
         return found
 
-    return _compared(lower, call.options, with_autocast=call.device in DEVICES)
+    return _compared(lower, call.options, say, with_autocast=call.device in DEVICES)
 
 
-def _on_target(call: _Call, target: str) -> Report:
+def _on_target(call: _Call, target: str, say: Callable[[str], object]) -> Report:
     """On a GPU that need not be in the machine; the program is on the CPU or on ``meta``."""
     tracer = Tracer()
+    say(f"starts a process for {target}")
     # first: it says in a moment if it cannot
     with contextlib.closing(TargetProcess(target)) as process:
         whole = call.program, call.args, call.kwargs
@@ -288,7 +295,9 @@ def _on_target(call: _Call, target: str) -> Report:
             compiling(program, (given, named)),
             without_onednn(),
         ):
+            say("traces the model")
             torch.compile(entry, backend=tracer)(*given, **named)
+        say(f"compiles for {target} as far as fusion, with amp_fx and with torch.autocast")
         return process.call(
             "amp_fx.instruments.reports.explaining:compiled_graphs", tracer.graphs, dict(call.options)
         )
@@ -303,7 +312,8 @@ def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -
             compile_graph(graph, backend, found.inner_compile)
         return found
 
-    report = _compared(lower, options)
+    # in a process of its own, whose parent says what is done
+    report = _compared(lower, options, lambda _: None)
     breaks = {graph.name: graph.graph_break for graph in graphs}
     for plan in report.plans:
         plan.graph_break = breaks[plan.graph] if plan.phase == "forward" else ""

@@ -20,6 +20,7 @@ from torch import nn
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.values import tensors
 from amp_fx.instruments.batches import call_of, called, uncompiled
+from amp_fx.instruments.progress import progress
 from amp_fx.instruments.reports.counting import FORMATS, Counts
 from amp_fx.instruments.reports.figures import draw_histogram, save_figure
 from amp_fx.instruments.step import Step, plain
@@ -107,6 +108,7 @@ class Histogram:
 
 
 @torch.inference_mode(False)
+@progress("histogram: runs the model forward and backward")
 def histogram(
     model: Callable[..., Any], batch: Any, loss: Callable[[Any], torch.Tensor] | None = None
 ) -> Histogram:

@@ -36,7 +36,9 @@ def test_each_phase_is_said_on_a_terminal_and_nowhere_else(
     said = [part.removeprefix("\033[K") for part in terminal.getvalue().split("\r")]
     phases = [
         "calibrate: ranges",
+        "calibrate: ranges of values, 0 of 2 batches: forward",
         "calibrate: what roundings",
+        "calibrate: what roundings do, 1 of 2 batches: backward",
         "plan: prices",
         "plan: runs",
         "plan: compiles",
