@@ -181,7 +181,7 @@ def export(args: argparse.Namespace) -> None:
     if args.onnx:
         write_onnx(ep, onnx_file)
         print(f"wrote {onnx_file}")
-        check_onnx(ep, onnx_file, loaded.model, loaded.args, loaded.kwargs)
+        check_onnx(ep, onnx_file, loaded.model, loaded.args, loaded.kwargs, args.engine)
     if args.aoti:
         package = output.with_suffix(".aoti.pt2")
         amp_fx.package(ep, package)

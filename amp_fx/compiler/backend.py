@@ -168,9 +168,8 @@ def _as_asked(invocation: Invocation, _reason: str) -> tuple[str, Callable[..., 
     if is_alone and not opts.is_slower_low(device) and any(i.dtype is torch.float32 for i in plan.inputs):
         say_eager(plan.graph, plan.graph_break, device, invocation.ambient[device].dtype)
     low = invocation.ambient[device].dtype
-    is_lowered = any(row.dtype is low for row in plan.nodes)
-    if is_alone and is_lowered and (rounded := weights_rounded(invocation.example_inputs, low)):
-        say_rounded(plan.graph, rounded, low)
+    if is_alone and (rounded := weights_rounded(invocation.example_inputs, low)):
+        say_rounded(plan.graph, rounded, low, is_again=any(row.dtype is low for row in plan.nodes))
     listed = [row for row in plan.matmuls if row.low is torch.float16]
     if (
         opts.dtype is torch.float16

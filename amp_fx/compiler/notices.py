@@ -1,7 +1,8 @@
 """Notices that a program is given once.
 
 That no graph has arrived, that float16 is trained without loss scaling, that autocast is off around a graph, that its
-parameters are rounded twice, that nothing of it runs below 16 bits, and that Dynamo leaves code beside graphs to eager.
+parameters are in another 16-bit dtype, that nothing of it runs below 16 bits, and that Dynamo leaves code beside graphs
+to eager.
 
 What Dynamo does not compile, and why, it says itself under ``TORCH_LOGS=graph_breaks``, and :func:`amp_fx.explain`
 shows it.
@@ -84,15 +85,18 @@ def say_wide(profile: str) -> None:
     )
 
 
-def say_rounded(graph: str, rounded: Mapping[torch.dtype, int], low: torch.dtype) -> None:
-    """Says once that parameters are in a 16-bit dtype other than the low one, so that they are rounded twice."""
+def say_rounded(graph: str, rounded: Mapping[torch.dtype, int], low: torch.dtype, *, is_again: bool) -> None:
+    """Says once that parameters are in a 16-bit dtype other than the low one, and whether they are rounded again."""
     counts = ", ".join(f"{count} parameters are {str(dtype)[6:]}" for dtype, count in rounded.items())
+    then = (
+        "are rounded again to {}" if is_again else "stay as the program has them, where {} is the low dtype"
+    )
     _say_once(
         "rounded",
-        "graph %s: %s, and are rounded again to %s. Load the model in fp32, or give options={'dtype': %r}.",
+        "graph %s: %s, and %s. Load the model in fp32, or give options={'dtype': %r}.",
         graph,
         counts,
-        str(low)[6:],
+        then.format(str(low)[6:]),
         str(next(iter(rounded)))[6:],
     )
 

@@ -18,6 +18,7 @@ from amp_fx.exporting.as_written import Watched, as_written
 from amp_fx.exporting.converting import training_remedy
 from amp_fx.graphs.values import tensors
 from amp_fx.instruments.progress import progress
+from amp_fx.precision.policy.engines import ANY
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,13 @@ def check_onnx(
     model: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
+    engine: str = ANY,
 ) -> None:
     """Runs the file of a program beside the model, where onnxruntime is installed; the log says what was not run.
 
     It is run twice: as it is, and as it is written, by a copy of which onnxruntime rounds every result where the file
-    does (:mod:`amp_fx.exporting.as_written`).
+    does (:mod:`amp_fx.exporting.as_written`). Of another ``engine`` it is no warning that onnxruntime has no kernels in
+    bf16.
 
     Raises:
         ExportError: onnxruntime refuses the file, or an output is not finite where the model's is, or far from it;
@@ -63,7 +66,7 @@ def check_onnx(
     far = _FAR_IN_BFLOAT16 if is_bfloat16 else _FAR
     drawn = training_remedy(model)
     if why := _why_not_by_itself(ep):
-        level = logging.INFO if is_bfloat16 else logging.WARNING
+        level = logging.INFO if is_bfloat16 and engine not in (ANY, "onnxruntime") else logging.WARNING
         logger.log(level, "%s was run as it is written, and not as it is: %s", path, why)
     else:
         as_it_is = _run(path, os.fspath(path), given)

@@ -16,6 +16,7 @@ from amp_fx.exporting.onnx_check import REMEDY, check_onnx, has_bfloat16
 from amp_fx.exporting.onnx_forms import as_strided, write_fast_forms
 from amp_fx.instruments.batches import inputs_of, uncompiled
 from amp_fx.instruments.progress import progress
+from amp_fx.precision.policy.engines import ANY
 
 #: the first opset in which a convolution takes bf16
 _OPSET_OF_BFLOAT16 = 22
@@ -50,7 +51,7 @@ def export_onnx(
     given, named = inputs_of(model, args, kwargs)
     ep = export(model, given, named, dynamic_shapes=dynamic_shapes, keep_io_dtypes=keep_io_dtypes, **options)
     write_onnx(ep, path)
-    check_onnx(ep, path, model, given, named)
+    check_onnx(ep, path, model, given, named, options.get("engine", ANY))
     return ep
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_fx.compiler.settings import Options, compile
-from amp_fx.errors import InputError, OptionsError, did_you_mean
+from amp_fx.errors import InputError, MissingLibraryError, OptionsError, did_you_mean, install_hint
 from amp_fx.exporting import export, package
 from amp_fx.graphs.values import program_device, tensors
 from amp_fx.instruments.batches import called, inputs_of, raised, uncompiled
@@ -161,7 +161,7 @@ def bench(
 
     Raises:
         InputError: a model in training mode, or one that does not take the inputs.
-        OptionsError: an unknown way, or bad options.
+        OptionsError: an unknown way, or bad options. MissingLibraryError: OpenVINO is asked for, and not installed.
     """
     program: Any = uncompiled(model)
     if program.training:
@@ -171,6 +171,8 @@ def bench(
     for way in ways or ():
         if way not in WAYS:
             raise OptionsError(f"Unknown way {way!r}; valid: {', '.join(WAYS)}.{did_you_mean(way, WAYS)}")
+    if "openvino" in (ways or ()) and importlib.util.find_spec("openvino") is None:
+        raise MissingLibraryError(f"the way 'openvino' takes OpenVINO: {install_hint('openvino')}.")
     opts = Options.parse(None, options)
     names = [name for name in WAYS if name in ways] if ways else [*_available(device)]
     known = _Ways(program, given, named, device, opts, dict(options or {}), batches)

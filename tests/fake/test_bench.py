@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,6 +71,7 @@ def test_openvino_has_a_dash_for_memory_as_it_keeps_its_buffers(
             return [model(*map(torch.from_numpy, values)).detach().numpy()]
 
     openvino: Any = ModuleType("openvino")
+    openvino.__spec__ = ModuleSpec("openvino", None)
     openvino.convert_model = lambda program: program
     openvino.compile_model = lambda *_: Compiled()
     monkeypatch.setitem(sys.modules, "openvino", openvino)
@@ -79,6 +81,15 @@ def test_openvino_has_a_dash_for_memory_as_it_keeps_its_buffers(
     assert other.memory is None
     assert other.error == pytest.approx(0.0, abs=1e-6)
     assert str(found).splitlines()[6].split()[4] == "-"
+
+
+def test_openvino_that_is_asked_for_and_not_installed_is_named_before_the_work(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(benching, "called", lambda *_: pytest.fail("run"))
+    with pytest.raises(amp_fx.MissingLibraryError, match="openvino"):
+        amp_fx.bench(model, torch.randn(2, 64), ways=["eager", "openvino"])
 
 
 def test_results_that_are_not_finite_or_of_another_size_are_infinitely_far() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -113,6 +112,18 @@ def test_parameters_in_the_other_16_bit_dtype_are_said_once(caplog: pytest.LogCa
     assert "{'dtype': 'float16'}" in said
 
 
+def test_a_model_in_fp16_that_is_called_in_fp16_is_told_that_it_stays_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    amp_fx.reset()
+    with without_inductor(), torch.no_grad():
+        compiled = torch.compile(nn.Linear(4, 4).half(), backend="amp_fx", options={"dtype": "bfloat16"})
+        assert compiled(torch.randn(2, 4).half()).dtype is torch.float16
+    (said,) = [row.getMessage() for row in caplog.records if "parameters are" in row.getMessage()]
+    assert "2 parameters are float16" in said
+    assert "Load the model in fp32" in said
+
+
 def test_a_plan_of_int8_is_refused_in_training_and_followed_without_gradients() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(32, 64)
     policy = {"base": "int8", "rules": [{"op": "linear", "precision": "int8"}]}
@@ -174,7 +185,6 @@ def test_a_file_in_bfloat16_that_onnxruntime_has_no_kernels_for_names_the_dtype_
 ) -> None:
     for library in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(library)
-    caplog.set_level(logging.INFO, logger="amp_fx")
     # one that is compiled is compared as it was before
     model: Any = torch.compile(nn.Linear(4, 4).eval(), backend=lambda *_: pytest.fail("compiled"))
     amp_fx.export_onnx(model, (torch.ones(2, 4),), tmp_path / "model.onnx")
