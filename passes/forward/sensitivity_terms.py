@@ -12,7 +12,8 @@ The gradient of a value is rounded where it is handed back by a library kernel t
 takes it as the gradient of its result (5), and where it is kept in memory between two kernels in the dtype of a value
 that is stored low (6). A gradient that arrives rounded is not rounded again.
 
-Kernels of attention round operands of the matmuls inside them (7; ``amp_fx/instruments/calibration/operands.py``).
+Kernels of attention round operands of the matmuls inside them, those of LSTMs their states (7;
+``operands.py`` and ``recurrent.py`` in ``amp_fx/instruments/calibration/``).
 """
 
 from __future__ import annotations

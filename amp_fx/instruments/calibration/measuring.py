@@ -29,6 +29,7 @@ from amp_fx.graphs.values import (
 from amp_fx.instruments.calibration.meter import Key, Meter, Rounding
 from amp_fx.instruments.calibration.operands import attend, convolve, convolve_first, multiply, try_measured
 from amp_fx.instruments.calibration.ranges import CallId, result_of
+from amp_fx.instruments.calibration.recurrent import is_written_out, unroll
 from amp_fx.instruments.calibration.smoothing import noise, smoothed
 from amp_fx.instruments.calibration.writes import apart_from, writes_apart
 from amp_fx.instruments.progress import progress
@@ -194,6 +195,9 @@ class _Measured(fx.Interpreter):
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         if label is not None and n.target is aten.scaled_dot_product_attention.default:
             return _laid_out(attend(self._meter, (self._graph, label.name), *args, **kwargs), n.meta["val"])
+        if label is not None and n.target is aten.lstm.input and is_written_out(*args):
+            found = unroll(self._meter, (self._graph, label.name), *args)
+            return tuple(map(_laid_out, found, n.meta["val"]))
         if sigma := self._noise_of.get(n):
             return smoothed(n, args[0], sigma)
         if label is not None and (linear := self._may_run_below(n, label)):

@@ -33,9 +33,9 @@ from amp_fx.precision.policy.levels import FORWARD
 _HEADER = {"format": "amp_fx sensitivity", "version": 4}
 #: what is judged: the gradient of all parameters, or what the model returns
 OF = GRADIENTS, OUTPUTS = "gradients", "outputs"
-#: slots of what a kernel of attention rounds inside if it runs low: the probabilities on their way to the values,
-#: scores and their gradient, and the result, from which its backward takes sums
-INSIDE = PROBABILITIES, SCORES, RESULT = "probabilities", "scores", "stored result"
+#: slots of what a kernel rounds inside if it runs low. Of attention: the probabilities on their way to the values,
+#: scores and their gradient, and the result, from which its backward takes sums. Of an LSTM: its states
+INSIDE = PROBABILITIES, SCORES, RESULT, STATES = "probabilities", "scores", "stored result", "states"
 #: what a matmul below 16 bits reads: by scales that it finds in each call, or by one that was measured before
 INPUT, MEASURED = "input", "input by a measured scale"
 #: the weight beside it; the second only where the two are equalised in other ways

@@ -36,14 +36,21 @@ from amp_fx.passes import (
 )
 from amp_fx.passes.base import run_in_order
 from amp_fx.precision.plans.label import Takes, label_of
-from amp_fx.precision.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity, as_number
+from amp_fx.precision.plans.sensitivity import (
+    INSIDE,
+    PROBABILITIES,
+    RESULT,
+    SCORES,
+    CallSensitivity,
+    ReadSensitivity,
+    as_number,
+)
 from amp_fx.precision.policy import OpClass
 from support.checks.below_16_bits import calls, error, exact_gradients
 from support.models.small import GPT, Fragile, Parts, tokens, train
 from support.tracing.captured_graphs import captured
 
 Batch = tuple[Tensor, Tensor]
-PROBABILITIES, SCORES, RESULT = INSIDE
 
 
 @dataclass(frozen=True)
@@ -296,7 +303,7 @@ def reads_of_attention(model: nn.Module, batches: Any, **settings: Any) -> dict[
     return next(row for row in graph.calls if "scaled_dot_product" in row.name).reads
 
 
-@pytest.mark.parametrize("slot", INSIDE)
+@pytest.mark.parametrize("slot", [PROBABILITIES, SCORES, RESULT])
 def test_the_sensitivity_of_roundings_inside_attention_is_that_of_a_kernel_that_does_them(slot: str) -> None:
     model: Any = Parts(attention, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, 1))
     nn.init.normal_(model.qkv.weight, std=0.5)
