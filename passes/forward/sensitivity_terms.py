@@ -12,12 +12,15 @@ The gradient of a value is rounded where it is handed back by a library kernel t
 takes it as the gradient of its result (5), and where it is kept in memory between two kernels in the dtype of a value
 that is stored low (6). A gradient that arrives rounded is not rounded again.
 
+A result whose elements are those of an operand, as of a relu or a pool, is not rounded again where that was (8).
+
 Kernels of attention round operands of the matmuls inside them, those of LSTMs their states (7;
 ``operands.py`` and ``recurrent.py`` in ``amp_fx/instruments/calibration/``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -80,7 +83,7 @@ class _Charges:
             yield SensitivityTerm(as_number(sensitivity.gradient), LOW, want, None, row.name, slot, True)
 
     def _of_result(self, value: fx.Node, row: CallSensitivity, stored: Var) -> Iterator[SensitivityTerm]:
-        """Cases 1, 5, 6 and 7."""
+        """Cases 1, 5, 6, 7 and 8."""
         for slot in INSIDE:
             if inside := row.reads.get(slot):
                 yield SensitivityTerm(as_number(inside.value), LOW, value, None, row.name, slot)
@@ -88,7 +91,7 @@ class _Charges:
         label = label_of(value)
         is_library = label is not None and label.op_class is OpClass.LOW
         if is_library or value in self._memory.written:
-            yield SensitivityTerm(as_number(row.value), LOW, stored, None, row.name)
+            yield from self._of_rounding(value, row, stored)
         if not self._memory.writes_gradient(value):
             return
         # matmuls round what they read, whatever the dtype of the result
@@ -96,6 +99,30 @@ class _Charges:
         before = self._rounded_by(value)
         side, var, against = (LOW, rounds, None) if before is None else (HIGH, before, rounds)
         yield SensitivityTerm(as_number(row.gradient), side, var, against, row.name, "", True)
+
+    def _of_rounding(self, value: fx.Node, row: CallSensitivity, stored: Var) -> Iterator[SensitivityTerm]:
+        """Cases 1 and 8: a share of the whole for each operand that hands elements on."""
+        left, label, operands = as_number(row.value), label_of(value), slots(value)
+        shares = {slot: row.kept for slot, _, _ in operands[:1]}
+        if label is not None and label.op_class is OpClass.FOLLOW:
+            shares = {slot: row.reads[slot].value for slot, _, _ in operands if slot in row.reads}
+            shares = dict.fromkeys(shares, row.value) if len(operands) == 1 else shares
+        for slot, _, source in operands:
+            before, share = self._written_before(source), as_number(shares.get(slot, 0.0))
+            if before is not None and math.isfinite(share):
+                share = min(share, left)
+                yield SensitivityTerm(share, LOW, stored, before, row.name)
+                left -= share
+        yield SensitivityTerm(left, LOW, stored, None, row.name)
+
+    def _written_before(self, value: fx.Node) -> Var | None:
+        """The variable of the value in memory that has the same elements; None where they were computed since."""
+        while not self._cost.is_stored(value) and value not in self._memory.written:
+            label = label_of(value)
+            if label is None or label.op_class is not OpClass.FOLLOW or len(slots(value)) != 1:
+                return None
+            [(_, _, value)] = slots(value)
+        return self._network.stored(value)
 
     def _rounded_by(self, value: fx.Node) -> Var | None:
         """The variable of the call behind a value from which its gradient comes rounded, if that call is low."""

@@ -164,6 +164,9 @@ class _Measured(fx.Interpreter):
         result = result.view_as(result)
         self._keys[n] = key
         self._observe(result, key, n)
+        first = next((self.env[source] for _, _, source in slots(n)), None)
+        if first is not None and first.shape == result.shape and in_place_target(n) is None:
+            self._meter.observe_kept(result, key, self._roundings[n], first)
         return result
 
     def _observe(self, alias: Tensor, key: Key, n: fx.Node) -> None:

@@ -73,6 +73,9 @@ class CallSensitivity:
     #: exponents of two, one for each contracted channel, by which the input is divided and the weight multiplied where
     #: scales are found in each call, and where they were measured: under :data:`INPUT` and :data:`MEASURED`
     equalisation: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    #: the part of ``value`` at elements equal to those of the first operand, as of a leaky relu; of a call that only
+    #: picks elements, all of it is
+    kept: float | None = 0.0
 
     def fits(self, most: float) -> bool:
         """True where the measured scale adds at most so many times what scales add that are found in each call.
@@ -213,9 +216,9 @@ def combined(
         by_name.setdefault(call.name, []).append(call)
     found = []
     for name, calls in by_name.items():
-        values, gradients, reads, roles = (
+        values, gradients, kept, reads, roles = (
             _combined([getattr(call, what) for call in calls], combine)
-            for what in ("value", "gradient", "reads", "roles")
+            for what in ("value", "gradient", "kept", "reads", "roles")
         )
         # of a model in several states the widest
         widest = max(calls, key=lambda call: call.scales.get(INPUT, (0.0, 0)))
@@ -223,7 +226,7 @@ def combined(
         if any(call.equalisation != widest.equalisation for call in calls if FORWARD in call.roles):
             # divided in other ways, neither errors nor scales compare: it stays in 16 bits
             known, roles[FORWARD] = ({}, {}), dict.fromkeys(roles[FORWARD])
-        found.append(CallSensitivity(name, values, gradients, reads, roles, *known))
+        found.append(CallSensitivity(name, values, gradients, reads, roles, *known, kept))
     return found
 
 

@@ -77,6 +77,25 @@ def test_predictions_are_what_calls_measure(model: Any, policy: str, dtype: str,
         assert 0.75 < plan.point.error / measured(model, call, [images(20), images(21)]) < 1.33
 
 
+@pytest.mark.parametrize("activation", [nn.PReLU, nn.ReLU])
+def test_what_activations_and_pools_hand_on_is_rounded_once(activation: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    blocks = [(nn.Conv2d(3 if at == 0 else 24, 24, 3), activation(), nn.MaxPool2d(2, 1)) for at in range(3)]
+    model = nn.Sequential(*(layer for block in blocks for layer in block), nn.Conv2d(24, 8, 1)).eval()
+    with torch.no_grad():
+        # results alone are rounded
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    batches = [images(seed).bfloat16().float() for seed in (10, 11)]
+    plan = amp_fx.calibrate(model, batches, of="outputs", profile="off").plan(verify=False)
+    assert all(row.dtype is torch.bfloat16 for row in plan.plans[0].nodes if row.op == "conv2d")
+    options: dict[str, Any] = {"plan": plan, "weights": "cache", "strict": True}
+    run = torch.compile(model, backend="amp_fx", options=options)
+    with torch.no_grad():
+        errors = [error([run(x)], [exact(model, x)]) for x in batches]
+    assert 0.8 < plan.point.error / torch.tensor(errors).square().mean().sqrt().item() < 1.2
+
+
 def test_a_plan_is_checked_by_a_compiled_call(model: Any) -> None:
     found = amp_fx.calibrate(model, images(10), of=lambda returned: returned["scores"], profile="off")
     plan = found.plan()

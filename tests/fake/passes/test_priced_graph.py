@@ -107,6 +107,31 @@ def test_of_arithmetic_inside_one_kernel_only_what_is_written_is_charged() -> No
     assert {call for call, _, _ in terms} == {"matmul", "mul", "matmul_1"}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_elements_that_were_rounded_are_not_rounded_again(device: str) -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        h, g = torch.matmul(x, w), torch.matmul(x.sin(), w)
+        joined = torch.cat([h, g, h.exp()], -1)
+        leaky = F.leaky_relu(torch.matmul(F.relu(h), w))
+        return torch.matmul(joined, joined.mT) @ torch.matmul(leaky, w) @ torch.matmul(F.relu(x.exp()), w).mT
+
+    gm = captured(program, *SQUARE, device=device)
+    rows = uniform(gm)
+    rows["leaky_relu"].kept = 4e-7
+    rows["cat"].reads = dict.fromkeys(rows["cat"].reads, ReadSensitivity(3e-7, 3e-7))
+    graph = priced(gm, rows)
+    low = dict.fromkeys(graph.priced.problem(0.0).variables(), LOW)
+
+    def cost(name: str, sides: Mapping[Var, bool]) -> float:
+        terms = graph.priced.blame(sides)
+        return sum(
+            term.sensitivity for term in terms if (term.call, term.slot, term.backward) == (name, "", False)
+        )
+
+    names = "relu", "cat", "leaky_relu", "relu_1"
+    assert [cost(name, low) for name in names] == pytest.approx([0.0, 4e-7, 6e-7, 1e-6])
+
+
 def test_a_gradient_that_arrives_rounded_is_not_charged_again() -> None:
     terms = charged(captured(lambda x, w: torch.matmul(torch.matmul(x, w).view(64, 16), w), *SQUARE))
     # of its operands; that of the result is what the second matmul hands back
