@@ -11,7 +11,9 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
+from amp_fx.graphs.calls import convolves
 from amp_fx.graphs.keys import MAY_ROUND, TIED
+from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import in_place_target
 from amp_fx.passes.base import Note, Pass, PassContext, PassResult
 from amp_fx.passes.forward.network import ALWAYS, Network, place_as_autocast, rounded
@@ -23,7 +25,7 @@ from amp_fx.precision.placement.priced import Priced, SensitivityTerm, Sides
 from amp_fx.precision.placement.tradeoff import within
 from amp_fx.precision.plans.label import Label, Reason, ReasonKind, label_of
 from amp_fx.precision.plans.plan import NodePlan
-from amp_fx.precision.plans.sensitivity import CallSensitivity
+from amp_fx.precision.plans.sensitivity import INPUT, WEIGHT, CallSensitivity
 from amp_fx.precision.policy import OpClass
 from amp_fx.precision.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 
@@ -76,6 +78,22 @@ class PricedGraph:
     def by_bytes(self) -> Priced:
         """Bytes that a placement reads and writes, by the cost model."""
         return self.make_by_bytes()
+
+    def operands_rounded(self, sides: Sides) -> dict[str, dict[str, float]]:
+        """What sides add by rounding operands on their way into a product: call -> value, weight -> sensitivity."""
+        found: dict[str, dict[str, float]] = {}
+        done = {
+            (term.call, term.slot): term.sensitivity for term in self.priced.blame(sides) if not term.backward
+        }
+        for node in self.graph.nodes:
+            form, label = linear_form(node), label_of(node)
+            if label is None or not (form or convolves(node)):
+                continue
+            names = [argument.name for argument in node.target._schema.arguments]
+            places = (form.input, form.weight) if form else (0, 1)
+            pairs = zip((INPUT, WEIGHT), places, strict=True)
+            found[label.name] = {operand: done.get((label.name, names[at]), 0.0) for operand, at in pairs}
+        return found
 
     @property
     def autocast_sensitivity(self) -> float:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from amp_fx.compiler.settings import Options
 from amp_fx.errors import PlanError
 from amp_fx.instruments.calibration.frontier import Point
-from amp_fx.instruments.calibration.traced import Below, MeasuredGraph
+from amp_fx.instruments.calibration.second_cut import PricedMatmuls, price_matmuls
+from amp_fx.instruments.calibration.traced import MeasuredGraph
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph
-from amp_fx.precision.placement.cut import HIGH, LOW, Problem, Var
+from amp_fx.precision.placement.cut import HIGH, LOW, Var
 from amp_fx.precision.placement.devices import resolve
 from amp_fx.precision.placement.priced import Choice, Priced, SensitivityTerm, Sides, choose_all
 from amp_fx.precision.placement.tradeoff import BYTES, hull, within
@@ -29,10 +29,9 @@ from amp_fx.precision.plans.sensitivity import (
     ADDED,
     INPUT,
     MEASURED,
-    CallSensitivity,
+    OUTPUTS,
     GraphSensitivity,
     Sensitivity,
-    as_number,
 )
 from amp_fx.precision.policy.levels import LEVELS
 
@@ -50,15 +49,6 @@ class Placed:
     below: list[Sides]
     #: which of these read by measured scales, see :meth:`Cuts.reading`
     most: float = NEVER
-
-
-class PricedMatmuls(NamedTuple):
-    """The second cut of one graph: times and bytes are those that the level takes more, so negative where it gains."""
-
-    priced: Priced
-    by_bytes: Priced
-    #: names of the calls that read by measured scales
-    measured: Collection[str]
 
 
 class Cuts:
@@ -135,15 +125,18 @@ class Cuts:
 
     def _below(self, sides: Sequence[Sides]) -> list[PricedMatmuls]:
         """The calls of each graph that may run below 16 bits, given the first cut."""
-        rows = zip(self._graphs, self._sensitivity.graphs, self.placements(sides), strict=True)
-        return [
-            _price_matmuls(
-                graph.below,
-                found.calls,
-                {call for call, at in placed.items() if at == (LOW, LOW) or graph.wide is not None},
-            )
-            for graph, found, placed in rows
-        ]
+        rows = zip(self._graphs, self._sensitivity.graphs, self.placements(sides), self._priced, strict=True)
+        rest, found = iter(sides), []
+        for graph, measured, placed, parts in rows:
+            rounded = {
+                call: each for part in parts for call, each in part.operands_rounded(next(rest)).items()
+            }
+            if self._sensitivity.of != OUTPUTS:
+                # the backward reads what was rounded
+                rounded = {}
+            low = {call for call, at in placed.items() if at == (LOW, LOW) or graph.wide is not None}
+            found.append(price_matmuls(graph.below, measured.calls, low, rounded))
+        return found
 
     def point(self, name: str | None, placed: Placed, make: Callable[[], list[Plan]]) -> Point:
         """A placement with what it costs, and what makes its plans."""
@@ -288,46 +281,6 @@ def _rows_of(plans: Sequence[Plan], found: GraphSensitivity) -> dict[str, NodePl
     """The rows that plans have for the calls of a graph, by the names there."""
     _, matched = choose_plan(plans, found.outline)
     return {row.name: saved for saved, row in matched.pairs}
-
-
-def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collection[str]) -> PricedMatmuls:
-    """The second cut with measured sensitivity, of calls that have the dtype they are priced in; others read no copies.
-
-    What was not measured is never placed below.
-    """
-    kinds = {row.name: MEASURED if INPUT in row.scales else INPUT for row in calls}
-    second = below(
-        {row.name: row.scales[INPUT] for row in calls if INPUT in row.scales},
-        {row.name: row.equalisation.get(kinds[row.name], ()) for row in calls},
-    )
-    terms = [
-        SensitivityTerm(
-            as_number(sensitivity), LOW, (row.name, role), call=row.name, slot=f"{role}: {operand}"
-        )
-        for row in calls
-        for role in row.roles
-        for operand, sensitivity in row.operands(role, measured=row.name in second.measured).items()
-    ]
-
-    def is_low(var: Var) -> bool:
-        name, _ = var  # type: ignore[misc]  # as PlaceLevels names them
-        return name in low
-
-    def only_low(problem: Problem) -> Problem:
-        kept = Problem({var: times for var, times in problem.unary.items() if is_low(var)})
-        for term in problem.shared:
-            if readers := tuple(filter(is_low, term.readers)):
-                kept.shared.append(replace(term, readers=readers))
-        kept.implies = [pair for pair in problem.implies if is_low(pair[0])]
-        # what is not low here is HIGH
-        kept.pins = problem.pins | {b: HIGH for a, b in problem.implies if not is_low(a)}
-        return kept
-
-    time, by_bytes = map(only_low, (second.time, second.by_bytes))
-    unknown = time.unary.keys() - {term.var for term in terms}
-    terms += [SensitivityTerm(math.inf, LOW, var) for var in time.unary if var in unknown]
-    by_time, moved = (Priced(problem, terms, relative=True) for problem in (time, by_bytes))
-    return PricedMatmuls(by_time, moved, second.measured)
 
 
 def _prices(parts: Sequence[PricedGraph | PricedMatmuls], aim: str) -> list[Priced]:

@@ -17,7 +17,7 @@ import amp_fx
 from amp_fx import CalibratedPlan, Calibration
 from amp_fx.instruments.calibration.ranges import Ranges, extremes, fitted, requantised, sampled
 from amp_fx.precision.plans.label import ReasonKind
-from amp_fx.precision.plans.sensitivity import ADDED, INPUT, MEASURED, MEASURED_WEIGHT
+from amp_fx.precision.plans.sensitivity import ADDED, INPUT, MEASURED, MEASURED_WEIGHT, as_number
 from support.models.calibrated import PROFILE, calibrated, compiled, images, wrong
 from support.models.small import Parts
 from support.tracing.captured_graphs import without_inductor
@@ -174,7 +174,13 @@ def test_calls_of_equal_names_in_two_graphs_have_scales_of_their_own() -> None:
     found = [call.operands("forward", measured=not at) for at, call in enumerate(calls)]
     bare = ([replace(row, levels={}, scales={}) for row in each.nodes] for each in plan.plans)
     low = cal.predict([replace(each, nodes=rows) for each, rows in zip(plan.plans, bare, strict=True)])
-    added = sum(value or 0.0 for operands in found for value in operands.values())
+    # they are rounded at once from fp32
+    slots = {MEASURED_WEIGHT: "weight", MEASURED: "input"}
+    added = sum(
+        as_number(value) - as_number(call.reads[slots.get(operand, operand)].value)
+        for call, operands in zip(calls, found, strict=True)
+        for operand, value in operands.items()
+    )
     assert math.isclose(cal.predict(plan.plans) ** 2, low**2 + added, rel_tol=1e-6)
 
 
