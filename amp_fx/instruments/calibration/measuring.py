@@ -28,7 +28,7 @@ from amp_fx.graphs.values import (
 )
 from amp_fx.instruments.calibration.meter import Key, Meter, Rounding
 from amp_fx.instruments.calibration.operands import attend, convolve, convolve_first, multiply, try_measured
-from amp_fx.instruments.calibration.ranges import CallId, result_of
+from amp_fx.instruments.calibration.ranges import CallId, result_of, sampled
 from amp_fx.instruments.calibration.recurrent import is_written_out, unroll
 from amp_fx.instruments.calibration.smoothing import noise, smoothed
 from amp_fx.instruments.calibration.writes import apart_from, writes_apart
@@ -166,7 +166,10 @@ class _Measured(fx.Interpreter):
         self._observe(result, key, n)
         first = next((self.env[source] for _, _, source in slots(n)), None)
         if first is not None and first.shape == result.shape and in_place_target(n) is None:
-            self._meter.observe_kept(result, key, self._roundings[n], first)
+            error, stride, _ = self._roundings[n]
+            kept = torch.eq(*(sampled(each.detach(), stride) for each in (result, first)))
+            if bool(kept.any()):
+                self._meter.weigh(result, self._meter.kept, key, error * kept, stride)
         return result
 
     def _observe(self, alias: Tensor, key: Key, n: fx.Node) -> None:

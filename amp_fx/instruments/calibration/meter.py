@@ -91,9 +91,9 @@ class Meter:
     #: sensitivity of rounding a value, of rounding its gradient, and of reading an operand in the level
     values: dict[Key, float] = field(default_factory=dict)
     gradients: dict[Key, float] = field(default_factory=dict)
+    roles: dict[RoleKey, float] = field(default_factory=dict)
     #: of rounding those elements of a result that are equal to those of the first operand
     kept: dict[Key, float] = field(default_factory=dict)
-    roles: dict[RoleKey, float] = field(default_factory=dict)
     #: values that need no gradient, made to have one so that their sensitivity is known
     leaves: list[Tensor] = field(default_factory=list)
     #: numbers of graphs that return something, and of those that have a part in what is judged
@@ -132,12 +132,6 @@ class Meter:
         if rounding.overflows:
             self.values[key] = math.inf
         return rounding
-
-    def observe_kept(self, value: Tensor, key: Key, rounding: Rounding, operand: Tensor) -> None:
-        """Measures what rounding those elements of the value costs that are equal to an operand's."""
-        pair = (sampled(each.detach(), rounding.stride) for each in (value, operand))
-        if bool((is_kept := torch.eq(*pair)).any()):
-            self.weigh(value, self.kept, key, rounding.error * is_kept, rounding.stride)
 
     def observe_gradient(self, value: Tensor, key: Key) -> None:
         """Measures what rounding the gradient of the value costs."""
