@@ -22,7 +22,8 @@ from amp_fx.graphs.values import listed_devices
 from amp_fx.instruments.batches import compiling
 from amp_fx.instruments.calibration.equalising import Chosen, Products, Way, first_ways, narrowed
 from amp_fx.instruments.calibration.measuring import run_measured
-from amp_fx.instruments.calibration.meter import CutOffError, Meter, differentiable, measure
+from amp_fx.instruments.calibration.meter import Meter
+from amp_fx.instruments.calibration.probing import CutOffError, differentiable, measure
 from amp_fx.instruments.calibration.ranges import CallId, Ranges
 from amp_fx.instruments.calibration.traced import MeasuredGraph, TargetGraph, read_matmuls
 from amp_fx.instruments.progress import progress

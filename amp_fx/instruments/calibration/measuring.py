@@ -165,7 +165,8 @@ class _Measured(fx.Interpreter):
         self._keys[n] = key
         self._observe(result, key, n)
         first = next((self.env[source] for _, _, source in slots(n)), None)
-        if first is not None and first.shape == result.shape and in_place_target(n) is None:
+        is_new = in_place_target(n) is None or n in self._apart
+        if first is not None and first.shape == result.shape and is_new:
             error, stride, _ = self._roundings[n]
             kept = torch.eq(*(sampled(each.detach(), stride) for each in (result, first)))
             if bool(kept.any()):

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
 
 
 class Widened(nn.Module):
-    """Adds to what a layer returns, in place or not, with a graph break in between or not."""
+    """Adds to what a layer returns, and a relu of it, in place or not, with a graph break in between or not."""
 
     def __init__(self, *, in_place: bool, breaks: bool) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class Widened(nn.Module):
             y += self.added
         else:
             y = y + self.added
-        return self.down(y).square().mean()
+        return self.down(F.relu(y, inplace=self.in_place)).square().mean()
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -41,7 +42,12 @@ def test_a_value_that_is_written_to_costs_as_much_as_one_that_is_not(of: Any, br
         model = Widened(in_place=in_place, breaks=breaks)
         graphs = amp_fx.calibrate(model, x, of=of, profile="off").sensitivity.graphs
         return {
-            call.name.rstrip("_"): [call.value, call.gradient, *(read.value for read in call.reads.values())]
+            call.name.rstrip("_"): [
+                call.value,
+                call.gradient,
+                call.kept,
+                *(read.value for read in call.reads.values()),
+            ]
             for graph in graphs
             for call in graph.calls
         }
@@ -49,4 +55,4 @@ def test_a_value_that_is_written_to_costs_as_much_as_one_that_is_not(of: Any, br
     written, new = sensitivities(in_place=True), sensitivities(in_place=False)
     assert written.keys() == new.keys()
     assert all(written[name] == pytest.approx(new[name], rel=1e-3) for name in new)
-    assert all(new[name][0] for name in ("linear", "add"))
+    assert all(new[name][0] for name in ("linear", "add", "relu"))
