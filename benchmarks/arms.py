@@ -100,6 +100,8 @@ _ALL = (
     _ours("off", {"profile": "off"}),
     _ours("fast", {"policy": "fast", "profile": "off"}),
     _ours("activations_int8", {"activation_memory": "int8"}, modes=_TRAINING, named_only=True),
+    # low on every device, for what a model learns
+    _ours("saved_int8", {"profile": "off", "activation_memory": "int8"}, modes=_TRAINING, named_only=True),
     _ours("int8", {"policy": "int8"}, modes=_INFERENCE, devices=_CPU),
     _ours("int8_all", {"policy": engines.ALL_INT8}, modes=_INFERENCE, devices=_CPU),
     # for CPUs without bf16

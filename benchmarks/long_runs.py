@@ -26,6 +26,7 @@ SHOWN = {
     "fp32": ("fp32", "#000000", "-"),
     "autocast": ("autocast bf16", "#D55E00", "--"),
     "off": ("amp_fx bf16", "#0072B2", "-."),
+    "saved_int8": ("amp_fx bf16, activations in 8 bits", "#CC79A7", "-"),
     "amp_fx_scaler": ("amp_fx fp16 + scaler", "#009E73", ":"),
 }
 

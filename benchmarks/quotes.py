@@ -62,7 +62,8 @@ def quotes(folder: Path = RESULTS) -> dict[str, list[str]]:
             fp8_loss,
             f"{_speeds(on_a_cpu, 'amp_fx')} times as fast as with autocast",
             f"at {_span([_memory(case, 'amp_fx') for case in on_a_cpu.values()])} of its peak memory",
-            f"{_accuracy(folder, 'amp_fx_scaler')} against {_accuracy(folder, 'fp32')} in fp32",
+            f"{_accuracy(folder, 'saved_int8')} with activations in 8 bits,",
+            f"{_accuracy(folder, 'amp_fx_scaler')} in fp16, {_accuracy(folder, 'fp32')} in fp32",
         ],
         "docs/when-not.md": [
             f"{efficientnet} times as fast as amp_fx for an EfficientNet-Lite0 and {fcpe} times for FCPE",
