@@ -163,11 +163,14 @@ def findings(
     saved: Sequence[SavedValue],
     taken: int,
 ) -> list[list[str]]:
-    """Notes, advice, and values that are kept for the backward; these take the lines that the rest leaves."""
-    counted = Counter(breaks).items()
+    """Notes, advice, and values that are kept for the backward; these take the lines that the rest leaves.
+
+    Whoever asked for fewer of them reads about them first.
+    """
+    counted, asked = Counter(breaks).items(), any(plan.saved for plan in plans)
     blocks = [
         _not_compiled(plans, advice),
-        _block("cast kernels that are kept", kept, 3),
+        _block("cast kernels that are kept", kept, 1 if asked else 3),
         _block("unused rules", [row.text for row in advice if row.kind == UNUSED_RULE], 3),
         _block("graph breaks", [f"{n} times {why}" if n > 1 else why for why, n in counted], 3),
     ]
@@ -195,7 +198,8 @@ def _block(title: str, rows: Sequence[str], most: int) -> list[str]:
     """A title and at most so many rows; the title says how many there are."""
     if not rows or most < 1:
         return []
-    shown = f" ({len(rows)}, the first {most})" if len(rows) > most > 1 else ""
+    first = "the first" if most == 1 else f"the first {most}"
+    shown = f" ({len(rows)}, {first})" if len(rows) > most else ""
     return [f"{title}{shown}", *(f"  {row}" for row in rows[:most])]
 
 
