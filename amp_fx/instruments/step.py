@@ -237,7 +237,7 @@ def untouched(
     before = [(table, dict(table)) for table in tables]
     # parameters too: spectral norm and the like write to them
     held = dict.fromkeys(v for each in modules for v in (*each.parameters(False), *each.buffers(False)))
-    values = [(value, value.detach().clone(), value.grad) for value in held]
+    values = [(value, value.detach().clone(), value.grad, value.is_leaf) for value in held]
     python, arrays = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     for module in modules:
@@ -254,11 +254,14 @@ def untouched(
         for table, entries in before:
             table.clear()
             table.update(entries)
-        for value, original, gradient in values:
+        for value, original, gradient, is_leaf in values:
             # a value that is not equal to itself is not a number: written back, it is what it was
             if not torch.equal(value, original):
                 with torch.no_grad():
                     value.copy_(original)
+            if is_leaf and not value.is_leaf:
+                # a call with gradients has written to a buffer what has gradients
+                value.detach_()
             value.grad = gradient
 
 

@@ -149,8 +149,13 @@ class _Measured(fx.Interpreter):
             if first.op == "placeholder":
                 given = self._given[first]
                 if first in self._final:
-                    with torch.set_grad_enabled(not given.is_leaf):
+                    # autograd writes to no parameter, and a buffer that is a view could not be detached afterwards
+                    is_fixed = given.is_leaf and (given.requires_grad or given._is_view())
+                    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_fixed):
                         given.copy_(self._final.pop(first))
+                    if given.requires_grad and not given.is_leaf:
+                        # an output may depend on the graph by what it has written alone
+                        given.register_hook(lambda _: self._meter.reached.add(self._graph))
                 self.env[first] = self.env[writer] = given
 
     def _observed(self, n: fx.Node, label: Label | None, placed: Label | None, result: Any) -> Any:

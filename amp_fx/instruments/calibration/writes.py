@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -85,4 +86,5 @@ def apart_from(given: Sequence[Any], returned: Any) -> Any:
 
 
 def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    # a sparse tensor has none, and shares memory with no other
+    return value.untyped_storage()._cdata if value.layout is torch.strided else id(value)
