@@ -61,6 +61,8 @@ def test_a_value_that_is_written_to_costs_as_much_as_one_that_is_not(of: Any, br
 class Cached(nn.Module):
     """Writes what a layer returns to a buffer, which the next graph reads."""
 
+    cache: Tensor
+
     def __init__(self, *, is_cached: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
